@@ -179,40 +179,40 @@ def splitting_rows(*records: PackedRecord) -> list[dispatch.Row]:
 
 
 def test_chunks_on_many_keys_have_rows_where_splitting_gains_on_the_whole() -> None:
-    """For more keys than so many for each tile of queries that an SM has, half a tile at least; for all groups."""
+    """For more keys than so many for each tile of queries that an SM has, around those measured; for all groups."""
     prefill = record([300] * 400, {D128: 400.0})
     few = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
     whole = record([8192], {D128: 100.0, CHUNKS: 90.0}, heads=(4, 4), queries=[512])
     found = splitting_rows(prefill, *few, whole)
-    # Up to 8192 keys for each tile per SM it loses. In the middle of a band there are 1 / sqrt(2) of those at its end.
+    # Of 0.24 tiles per SM. It loses up to 4096 keys, 16896 for each tile per SM; the next number is 23170.
     edges = [row.tiles_per_sm.up_to for row in found if row.tiles_per_sm]
-    assert edges == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
-    assert [row.seq_k_over for row in found[:4]] == [4096, 5793, 11585, 23170]
-    many = found[0]
+    assert edges == [0.125, 0.18, 0.25, 0.35, 0.5, 0.7]
+    assert [row.seq_k_over for row in found] == [2896, 3476, 4915, 6854, 9693, 13708]  # in the middle of a band
+    many = found[2]
     assert many.group == dispatch.AtMost(at_most=16)
-    assert many.region == "up to 16 heads of q for each of k, up to 0.5 tiles per SM, over 4096 keys"
+    assert many.region == "up to 16 heads of q for each of k, up to 0.25 tiles per SM, over 4915 keys"
     family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for keys, tiles, group, served in ((4097, 66, 8, True), (4096, 66, 8, False), (8192, 67, 8, False)):
+    for keys, tiles, group, served in ((4916, 33, 8, True), (4915, 33, 8, False), (8192, 34, 8, False)):
         assert many.serves(family, Size(keys, tiles, 132, group, 512)) is served
     assert not many.serves(family, Size(8192, 32, 132, 17, 512)) and many.serves(family, Size(8192, 32, 132, 12, 512))
-    around = many.narrowed(dispatch.Stretch(), Size(4096, 32, 132, 8, 512))
-    assert around == dispatch.Stretch(most_keys=4096)
-    assert many.narrowed(dispatch.Stretch(), Size(9000, 32, 132, 8, 512)) == dispatch.Stretch(4097, most_tiles=66)
+    around = many.narrowed(dispatch.Stretch(), Size(4915, 32, 132, 8, 512))
+    assert around == dispatch.Stretch(most_keys=4915)
+    assert many.narrowed(dispatch.Stretch(), Size(9000, 32, 132, 8, 512)) == dispatch.Stretch(4916, most_tiles=33)
     assert splitting_rows(prefill, few[0], whole) == []  # where nothing is gained
 
 
 def test_no_fewer_keys_than_half_of_those_measured_are_split() -> None:
     only = record([8192], {D128: 100.0, CHUNKS: 200.0}, heads=(8, 1), queries=[512])
-    many, *_ = splitting_rows(only, record([300] * 400, {D128: 400.0}))
-    assert many.seq_k_over == 4096
+    found = splitting_rows(only, record([300] * 400, {D128: 400.0}))
+    assert found[2].region.endswith("up to 0.25 tiles per SM, over 4915 keys")  # the first number above 4096
 
 
 def test_a_threshold_counts_what_its_neighbours_gain() -> None:
-    """The best number on the records themselves, 11585, lies beside what loses most; the one before it does not."""
+    """The best number on the records themselves, 23170, lies beside what loses most; the one before it does not."""
     prefill, speeds = record([300] * 400, {D128: 400.0}), ((4200, 98.0), (5850, 270.0), (30000, 110.0))
     chunks = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in speeds]
-    many, *_ = splitting_rows(prefill, *chunks)
-    assert many.seq_k_over == 4096  # of half a tile: 8192
+    _, _, many, *_ = splitting_rows(prefill, *chunks)
+    assert many.seq_k_over == 3476  # in the middle of the band up to a quarter of a tile: 16384
 
 
 def test_chunks_beside_steps_are_told_by_queries() -> None:
@@ -296,7 +296,7 @@ def test_calls_that_do_not_split_keys_are_served_by_what_all_records_say() -> No
     prefill = record([300] * 400, {D128: 400.0, PACK4: 390.0})
     chunk = record([8192], {D128: 100.0, PACK4: 150.0, CHUNKS: 300.0}, queries=[512])
     rest = [row for row in dispatch_table.rows_from_records([prefill, chunk]) if row.module != CHUNKS]
-    assert len(splitting_rows(prefill, chunk)) == 7
+    assert len(splitting_rows(prefill, chunk)) == 6
     four = "groups of a multiple of 4 heads"
     assert [(str(row.group), row.module) for row in rest] == [(four, PACK4), (four, D128), ("None", D128)]
     only_split = record([8192], {CHUNKS: 300.0}, queries=[512])
@@ -309,6 +309,23 @@ def test_with_pages_a_call_tells_the_keys_of_the_longest() -> None:
     speeds = ({PAGES: 100.0, SINGLE_ROWS: 50.0}, {PAGES: 50.0, SINGLE_ROWS: 100.0})
     records = [record(keys, speed, page=64) for keys, speed in zip((few, many), speeds, strict=True)]
     assert rows(*records) == [(None, 2000, PAGES), (None, None, SINGLE_ROWS)]
+
+
+def test_many_short_sequences_tell_little_of_a_few() -> None:
+    """Few tiles have rows of their own where those for many would serve fewer keys than were measured with few."""
+    many = [
+        record([2000] * 100, {PAGES: 100.0, SINGLE_ROWS: 50.0}, page=64),
+        record([9000] * 100, {PAGES: 50.0, SINGLE_ROWS: 100.0}, page=64),
+    ]
+    served = {}
+    for slower in (20.0, 99.5):
+        few = record([9000], {PAGES: slower, SINGLE_ROWS: 100.0}, heads=(4, 1), page=64)
+        found = dispatch_table.rows_from_records([*many, few])
+        for tiles in (48, 4800):
+            size = Size(1500, tiles, 132, 4, 1500)
+            row = next(row for row in found if row.serves(few.problem.family, size))
+            served[slower, tiles] = row.module
+    assert served == {(20.0, 48): SINGLE_ROWS, (20.0, 4800): PAGES, (99.5, 48): PAGES, (99.5, 4800): PAGES}
 
 
 def test_what_rows_make_of_records() -> None:
@@ -391,6 +408,10 @@ def test_few_queries_in_the_mean_have_rows_for_any_group() -> None:
         for group in (1, 4, 5, 6, 7, 8, 10, 12, 16)
     }
     assert served == dict.fromkeys((5, 6, 7, 8, 10, 12, 16), ANY) | {1: PACK1, 4: MIXED}
+    one = record([4097] * 64, {D128: 96.0, ANY: 50.0, PACK1: 95.0}, heads=(16, 16), queries=chunk)
+    found = dispatch_table.rows_from_records([prefill, one, *measured[1:]])
+    of_one = next(row for row in found if row.serves(family, Size(4097, 1024, group=1, queries=512, mean_queries=9)))
+    assert of_one.module == D128 and of_one.mean_q is not None  # since rows for any group come next
     slow = [record([4097] * 64, {D128: 160.0, ANY: 150.0}, heads=(40, 8), queries=chunk)]
     assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, *slow])} == {None}
 
@@ -407,11 +428,16 @@ def test_chunks_beside_steps_split_keys_by_tiles_of_kv_heads() -> None:
         assert splitting_rows(prefill, none) == []
     found = splitting_rows(prefill, even, fast)
     assert {row.mean_q for row in found} == {dispatch.Region(up_to=128)}
-    half, one, *_ = found
-    assert half.tiles_per_sm == dispatch.Load(up_to=0.5) and one.tiles_per_sm == dispatch.Load(up_to=1.0)
+    half, more, *_ = found
+    assert half.tiles_per_sm == dispatch.Load(up_to=0.5) and more.tiles_per_sm == dispatch.Load(up_to=0.7)
     assert "up to 0.5 tiles of a head of k per SM, over " in half.region
     family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for group, heads_kv, sequences, served in ((4, 1, 66, half), (4, 1, 67, one), (12, 2, 33, half), (12, 4, 17, one)):
+    for group, heads_kv, sequences, served in (
+        (4, 1, 66, half),
+        (4, 1, 67, more),
+        (12, 2, 33, half),
+        (12, 4, 17, more),
+    ):
         size = Size(16384, sequences * group * heads_kv, 132, group, 512, mean_queries=9)
         rows = [row for row in found if row.serves(family, size)]
         assert rows[0] == served

@@ -87,13 +87,16 @@ BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 WORTH_A_ROW = 0.01
 # Modules that split keys serve more keys than so many for each tile of queries that an SM has, one of these numbers,
 # which is chosen by what it and NEAR neighbours on either side gain. Fewer tiles than LEAST_LOAD per SM take as long.
-THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(15))
-NEAR, LEAST_LOAD = 1, 0.5
+THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(23))
+NEAR, LEAST_LOAD = 1, 0.125
+# The edges of the bands of tiles per SM that these rows are written for. A record counts by how many octaves of tiles
+# lie between it and the middle of a band, as a normal distribution of this standard deviation has it: a narrower one,
+# and rows of groups of heads, are closer to what was measured, and further from lists that were left out.
+LOADS = (0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.7, 8.0, 11.0, 16.0, 23.0, 32.0)
+OCTAVES, LEAST_WEIGHT = 0.7, 0.1
 # Times those in the mean the longest sequence has at least, where keys are of all lengths; and what counts as a gain
 # there, since where all have about as many keys these modules lose up to a fifth.
 UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
-# The edges of the bands of tiles per SM that these rows are written for.
-LOADS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # Drafts of more queries have rows of their own: those of a group may not have room in a small tile.
 SHORT_DRAFT = 4
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
@@ -267,45 +270,52 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _of_many_keys(family: Family, records: Sequence[Record], *, at_least: float = 1.0) -> Iterator[Row]:
-    """Rows of a module that splits keys, where it is faster on the whole than modules of the same records that do not.
+    """Rows of modules that split keys, where one is faster on the whole than modules of the same records that do not.
 
     It is where the keys of the longest sequence, which one CTA would go through alone, take longer than the tiles of
-    queries that an SM has: for more keys than so many times the tiles per SM, one number for all groups that its tiles
-    have room for. What is gained counts beyond a factor `at_least`.
+    queries that an SM has: for more keys than so many times the tiles per SM, a number of each band of these, for all
+    groups that its tiles have room for. What is gained counts beyond a factor `at_least`.
     """
-    rule = _rule([record for record in records if len(record.results) > len(_of_split_keys(record)) > 0], at_least)
-    if rule is None:
-        return
-    file, keys_of_tile = rule
-    timed = [(each, result) for each in records if (result := _result(file, each))]
-    served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
-    room = min(_most_heads(result.spec) for _, result in served)
-    cells = tuple(_Cell(each, at_most=room) for each, _ in served)
-    for edge in LOADS:
-        row = _row(family, edge, _Part(None, file, cells))
-        # In the middle of the band, whose edges are a factor of two apart.
-        over = round(keys_of_tile * max(edge / math.sqrt(2), LEAST_LOAD))
+    both = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
+    for below, edge in zip((LOADS[0] / 2, *LOADS), LOADS, strict=False):
+        middle = math.sqrt(below * edge)
+        near = [(each, weight) for each in both if (weight := _weight(each, middle)) >= LEAST_WEIGHT]
+        rule = _rule(near, at_least)
+        if rule is None:
+            continue
+        file, keys_of_tile = rule
+        timed = [(each, result) for each, _ in near if (result := _result(file, each))]
+        served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
+        room = min(_most_heads(result.spec) for _, result in served)
+        row = _row(family, edge, _Part(None, file, tuple(_Cell(each, at_most=room) for each, _ in served)))
+        over = round(keys_of_tile * max(middle, LEAST_LOAD))
         yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over})
 
 
-def _rule(records: Sequence[Record], at_least: float) -> tuple[_File, float] | None:
+def _weight(record: Record, load: float) -> float:
+    """What a record counts for in rows of about so many tiles per SM; see OCTAVES."""
+    octaves = math.log2(max(_load(record), LEAST_LOAD) / max(load, LEAST_LOAD))
+    return math.exp(-((octaves / OCTAVES) ** 2) / 2)
+
+
+def _rule(records: Sequence[tuple[Record, float]], at_least: float) -> tuple[_File, float] | None:
     """The module that splits keys, and the number of keys for each tile per SM from which on it serves, that gain the
-    most; None where nothing gains WORTH_A_ROW.
+    most in records of such weights; None where nothing gains WORTH_A_ROW.
 
     The gain counts that with the next numbers of THRESHOLDS, too: the next list has others than those measured. No
     number is less than half of the least that was measured.
     """
     best: tuple[float, _File, float] | None = None
-    for file in sorted({file for record in records for file in _of_split_keys(record)}):
-        found = [(_keys_of_tile(each), _gain(file, each)) for each in records]
-        gains = [(keys, gain - math.log(at_least)) for keys, gain in found if gain > -math.inf]
-        sums = [sum(gain for keys, gain in gains if keys > over) for over in THRESHOLDS]
-        least = min(keys for keys, _ in gains) / 2
+    for file in sorted({file for record, _ in records for file in _of_split_keys(record)}):
+        found = [(_keys_of_tile(each), _gain(file, each), weight) for each, weight in records]
+        gains = [(keys, gain - math.log(at_least), weight) for keys, gain, weight in found if gain > -math.inf]
+        sums = [sum(weight * gain for keys, gain, weight in gains if keys > over) for over in THRESHOLDS]
+        least = min(keys for keys, _, _ in gains) / 2
         for number, over in enumerate(THRESHOLDS):
             if over < least:
                 continue
             near = statistics.mean(sums[max(number - NEAR, 0) : number + NEAR + 1])
-            there = sum(keys > over for keys, _ in gains)
+            there = sum(weight for keys, _, weight in gains if keys > over)
             if there and sums[number] > there * math.log1p(WORTH_A_ROW) and (best is None or near > best[0]):
                 best = near, file, over
     return best[1:] if best else None
@@ -368,7 +378,8 @@ def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
 
 def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows for groups of heads that are multiples of the largest one that was measured, then for each other one that
-    was, then for one head of its own, then for any group; each where others than modules for all calls serve best.
+    was, then for one head of its own, then for any group; each where others than modules for all calls serve best, or
+    where rows for any group would come next.
 
     Those for any group are made of all records but those of one head, which have a row of their own. A multiple of a
     smaller group is among them: a tile of 4 heads, which is best for 4, reads the keys of 12 three times. Before all of
@@ -381,25 +392,30 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     groups = sorted({record.problem.group for record in of_several}, reverse=True)
+    rest = list(_rows(family, map(_Cell, of_several)))
+    if _are_for_all(rest, records):
+        rest = []
     for group in groups:
         rows = list(_rows(family, [_Cell(record, group) for record in records if record.problem.group == group]))
-        only = AtMost(at_most=group, at_least=group)
-        yield from _unless_for_all(rows, records, group=only if group < groups[0] else Multiples(multiple_of=group))
-    yield from _unless_for_all(list(_rows(family, map(_Cell, of_one))), records, group=AtMost(at_most=1))
-    yield from _unless_for_all(list(_rows(family, map(_Cell, of_several))), records, group=None)
+        if rest or not _are_for_all(rows, records):
+            only = AtMost(at_most=group, at_least=group)
+            own = {"group": only if group < groups[0] else Multiples(multiple_of=group)}
+            yield from (row.model_copy(update=own) for row in rows)
+    rows = list(_rows(family, map(_Cell, of_one)))
+    if rest or not _are_for_all(rows, records):
+        yield from (row.model_copy(update={"group": AtMost(at_most=1)}) for row in rows)
+    yield from rest
 
 
-def _unless_for_all(rows: Sequence[Row], records: Iterable[Record], *, group: Multiples | AtMost | None) -> list[Row]:
-    """Rows for such groups; none where all are served by modules for calls of any kind, which later rows choose."""
+def _are_for_all(rows: Iterable[Row], records: Iterable[Record]) -> bool:
+    """Whether only modules for calls of any kind serve, which rows behind these choose."""
     of_all = {
         result.stem
         for record in records
         for result in record.results
         if _heads_in_a_tile(result.spec) == 1 and result.spec.get("order") != "by_head"
     }
-    if all(row.module in of_all for row in rows):
-        return []
-    return [row.model_copy(update={"group": group}) for row in rows]
+    return all(row.module in of_all for row in rows)
 
 
 def _is_decoding(record: Record) -> bool:
@@ -580,13 +596,21 @@ def _parts(lengths: Mapping[int, Sequence[_Cell]], *, last: bool) -> list[_Part]
 
 
 def _served_by(parts: Sequence[_Part], lengths: Mapping[int, Sequence[_Cell]]) -> list[_Part] | None:
-    """The parts of the next larger band with these records among their own; None where they are not good enough."""
+    """The parts of the next larger band with these records among their own; None where they are not good enough.
+
+    Of parts without a length of these, that is said by the nearest one: many short sequences tell little of a few.
+    """
     more: dict[int, list[_Cell]] = {}
     for keys, cells in lengths.items():
         number = next(number for number, part in enumerate(parts) if part.up_to is None or keys <= part.up_to)
         if parts[number].file not in _admissible(cells, alone=False):
             return None
         more.setdefault(number, []).extend(cells)
+    for number, part in enumerate(parts):
+        longer = (keys for keys in lengths if part.up_to is not None and keys > part.up_to)
+        nearest = next(longer, max(lengths))
+        if number not in more and part.file not in _admissible(lengths[nearest], alone=False):
+            return None
     return [replace(part, cells=(*part.cells, *more.get(number, ()))) for number, part in enumerate(parts)]
 
 
