@@ -18,7 +18,7 @@ Decisions
     tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 128 keys per step
     loads      TMA; Q once, K and V in rings of 6 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
-    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
+    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, lanes of a warp find those of several tiles
     schedule   two warps load, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
@@ -135,6 +135,7 @@ MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
+TILES_FOUND = WARP // BOXES  # tiles of keys whose boxes the lanes find at once
 UNIT = 8  # elements of 16 bytes
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
@@ -662,6 +663,7 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
         k_ring.producer_acquire(k_fill)  # the stage is empty; its barrier now expects the bytes
         sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
         load_boxes(tma_K, mK, sK_stage, boxes)
+        boxes = next_boxes(boxes, work, work.n_end - 2, table)
         k_fill.advance()
         # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
         k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
@@ -669,10 +671,10 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
             cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * HEAD_DIM * 2)
         cute.copy(tma_Q, tQgQ, tQsQ[None, 0], tma_bar_ptr=q_full)
         for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
-            boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
             k_ring.producer_acquire(k_fill)
             sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
             load_boxes(tma_K, mK, sK_stage, boxes)
+            boxes = next_boxes(boxes, work, n_block - 1, table)
             k_fill.advance()
         work = next_work(work, schedule)
 
@@ -687,11 +689,12 @@ def load_v(tma_V, mV, sVt, v_ring, pages, schedule):
     sV_boxes = cute.local_tile(sV, (BOX_ROWS, HEAD_DIM), (None, 0, None))  # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     work = first_work(schedule)
     while work.valid:
+        boxes = find_boxes(work, work.n_end - 1, table)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
             v_ring.producer_acquire(v_fill)
             sV_stage = sV_boxes[None, None, None, v_fill.index], v_ring.producer_get_barrier(v_fill)
             load_boxes(tma_V, mV, sV_stage, boxes)
+            boxes = next_boxes(boxes, work, n_block - 1, table)
             v_fill.advance()
         work = next_work(work, schedule)
 
@@ -720,15 +723,27 @@ def in_pages(x: cute.Tensor):
 
 @cute.jit
 def find_boxes(work: Work, n_block, table):
-    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it) as `in_pages` counts them."""
+    """Where boxes lie, BOXES lanes for each tile of keys, this one first and then those before it: (first row, page,
+    place in it) as `in_pages` counts them, and the first lane of this tile."""
     page_table, page_size, (head_step, row_step) = table
-    key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
+    lane = cute.arch.lane_idx()
+    key = cutlass.max(n_block - lane // BOXES, work.n_begin) * TILE_N + lane % BOXES * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
         page = page_table[work.sequence, number]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step
+    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step, cutlass.Int32(0)
+
+
+@cute.jit
+def next_boxes(boxes, work: Work, n_block, table):
+    """Where the boxes of the next tile lie, if there is one: once for TILES_FOUND tiles one waits for the table."""
+    row, page, place, lane = boxes
+    lane += BOXES
+    if lane == TILES_FOUND * BOXES and n_block >= work.n_begin:
+        row, page, place, lane = find_boxes(work, n_block, table)
+    return row, page, place, lane
 
 
 @cute.jit
@@ -736,7 +751,8 @@ def load_boxes(tma, mX, sX, boxes):
     """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
     sX_boxes, full = sX
     for i in cutlass.range_constexpr(BOXES):
-        row, *place = (cute.arch.shuffle_sync(x, i) for x in boxes)
+        *found, lane = boxes
+        row, *place = (cute.arch.shuffle_sync(x, lane + i) for x in found)
         rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
         gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
         tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)

@@ -20,7 +20,7 @@ Decisions
     tile       16 query rows, 1 position of up to 16 heads that share K and V, x 128 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 5 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
-    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
+    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, lanes of a warp find those of several tiles
     schedule   two warps load, 4 multiply, each its own 32 keys of a step; what they have is merged for each tile
     layouts    swizzle Q 128B, K 64B, V 64B
     8 bits     K and V are float8_e4m3fn in memory and bfloat16, exactly, in both products; factors outside
@@ -156,6 +156,7 @@ AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as man
 KV_AROUND = 2**64 // MOST_ROWS  # the same of K and V, whose elements have one byte
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
+TILES_FOUND = WARP // BOXES  # tiles of keys whose boxes the lanes find at once
 UNIT = 16  # elements of K or V of 16 bytes
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
@@ -745,13 +746,12 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
-        upcoming = find_boxes(work, work.n_end - 1, table)
+        boxes = find_boxes(work, work.n_end - 1, table)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            # Of 8 bits a tile lands in less time than it takes to read the table: it is read a tile ahead.
-            boxes, upcoming = upcoming, find_boxes(work, cutlass.max(n_block - 1, work.n_begin), table)
             k_ring.producer_acquire(k_fill)
             sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
             load_boxes(tma_K, mK, sK_stage, boxes)
+            boxes = next_boxes(boxes, work, n_block - 1, table)
             k_fill.advance()
         work = next_work(work, schedule)
 
@@ -766,12 +766,12 @@ def load_v(tma_V, mV, sVt, v_ring, pages, schedule):
     sV_boxes = cute.local_tile(sV, (BOX_ROWS, HEAD_DIM), (None, 0, None))  # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     work = first_work(schedule)
     while work.valid:
-        upcoming = find_boxes(work, work.n_end - 1, table)
+        boxes = find_boxes(work, work.n_end - 1, table)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            boxes, upcoming = upcoming, find_boxes(work, cutlass.max(n_block - 1, work.n_begin), table)
             v_ring.producer_acquire(v_fill)
             sV_stage = sV_boxes[None, None, None, v_fill.index], v_ring.producer_get_barrier(v_fill)
             load_boxes(tma_V, mV, sV_stage, boxes)
+            boxes = next_boxes(boxes, work, n_block - 1, table)
             v_fill.advance()
         work = next_work(work, schedule)
 
@@ -800,15 +800,27 @@ def in_pages(x: cute.Tensor):
 
 @cute.jit
 def find_boxes(work: Work, n_block, table):
-    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it) as `in_pages` counts them."""
+    """Where boxes lie, BOXES lanes for each tile of keys, this one first and then those before it: (first row, page,
+    place in it) as `in_pages` counts them, and the first lane of this tile."""
     page_table, page_size, (head_step, row_step) = table
-    key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
+    lane = cute.arch.lane_idx()
+    key = cutlass.max(n_block - lane // BOXES, work.n_begin) * TILE_N + lane % BOXES * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
         page = page_table[work.sequence, number]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step
+    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step, cutlass.Int32(0)
+
+
+@cute.jit
+def next_boxes(boxes, work: Work, n_block, table):
+    """Where the boxes of the next tile lie, if there is one: once for TILES_FOUND tiles one waits for the table."""
+    row, page, place, lane = boxes
+    lane += BOXES
+    if lane == TILES_FOUND * BOXES and n_block >= work.n_begin:
+        row, page, place, lane = find_boxes(work, n_block, table)
+    return row, page, place, lane
 
 
 @cute.jit
@@ -816,7 +828,8 @@ def load_boxes(tma, mX, sX, boxes):
     """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
     sX_boxes, full = sX
     for i in cutlass.range_constexpr(BOXES):
-        row, *place = (cute.arch.shuffle_sync(x, i) for x in boxes)
+        *found, lane = boxes
+        row, *place = (cute.arch.shuffle_sync(x, lane + i) for x in found)
         rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
         gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
         tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)

@@ -595,7 +595,7 @@ def test_few_queries_of_models_have_modules(page: int | None) -> None:
         ((64, 8), 64, {"sinks": 64, "window": (127, 0)}, "decode_sink_any_window"),
         ((16, 4), 256, {"softcap": 50.0, "causal": True}, "decode_softcap_causal"),
         ((16, 4), 256, {"softcap": 50.0, "window": (4095, 0)}, "decode_softcap_any_window"),
-        ((32, 8), 128, {"window": (4095, 0)}, "decode_any_window_d128"),
+        ((32, 8), 128, {"window": (4095, 0)}, f"decode{'_rows' * bool(page)}_any_window_d128"),
     ]
     for heads, dim, options, stem in served:
         q, k, v, begins, _ = (x.to("meta") for x in packed_tensors([1, 1], [4096, 9000], heads=heads, head_dim=dim))

@@ -147,8 +147,16 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
     lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS)
     mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
-    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1}
-    assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == {D128, ANY, PACK1}
+    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {
+        D128,
+        PACK4,
+        MIXED,
+        ANY,
+        PACK1,
+        CHUNKS,
+        WIDE,
+    }
+    assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == {D128, ANY, PACK1, CHUNKS, WIDE}
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
     stems = {variant.stem for variant in packed_cells.packed_modules(CHECKOUT) if variant.spec.order == "by_head"}
     assert set().union(*mixed.values()) >= stems >= {ANY, PACK1, MIXED, MIXED_64ROWS}
@@ -156,9 +164,9 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     assert not any(able & stems for label, able in cells.items() if label not in mixed)
     found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
     wanted = {
-        64: ("16", "64/8", "8/1"),
+        64: ("16", "64/8", "8/1", "20/5"),
         128: ("16", "32/8", "40/8", "64/8", "96/8", "8/1", "10/2", "12/1"),
-        256: ("8", "16/4", "16/8", "8/1"),
+        256: ("8", "16/4", "16/8", "8/1", "4/2"),
     }
     assert {frozenset(heads) for heads in found} == set(map(frozenset, wanted.values()))
 
@@ -168,7 +176,8 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS, WIDE}
     assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS, WIDE}
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
-    lists = (*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS)
+    lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
+    lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS]
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
     assert not any("none" in label or " sink" in label for label in made_for_them)

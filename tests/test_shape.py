@@ -222,6 +222,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "make_ring": lambda plan: plan.load.q_ring or plan.load.pages != "cp_async",
     **dict.fromkeys(["in_pages", "find_boxes", "load_boxes"], lambda plan: plan.load.pages == "tma"),
     "find_box": lambda plan: plan.load.boxes_alike,
+    "next_boxes": lambda plan: plan.load.many_boxes,
     **dict.fromkeys(
         ["make_gathered_ring", "find_rows", "load_rows", "tell_landed", "in_units", "shuffle_64", "as_copied"],
         lambda plan: plan.load.pages == "cp_async",

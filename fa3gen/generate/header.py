@@ -296,6 +296,7 @@ def _pages_sentence(spec: Forward) -> str:
         return "of any size, found in a table; lanes of a warp find a row of keys each, and four copy it"
     rows = footprint.page_rows(spec)
     finder = "all lanes of a warp find all" if footprint.boxes_alike(spec) else "each lane of a warp finds one"
+    finder = "lanes of a warp find those of several tiles" if footprint.many_boxes(spec) else finder
     return f"of a multiple of {rows} keys, found in a table; boxes of {rows} keys, {finder}"
 
 

@@ -336,11 +336,12 @@ class LoadPlan:
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
     `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `table_read` are the module's
     names and words for where they come to, which is not where they are multiplied if they are converted, and who reads
-    them there. `reads_ahead`: the table of pages is read a tile before it is needed. `together`: one warp copies Q, K
-    and V, where `v_tensor` is what V is called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is
-    clipped at the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a swizzle
-    exchanges pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many rows as
-    `rows_alike` divides a row's number by. `boxes_alike`: all lanes find all boxes of a tile of keys in pages.
+    them there. `together`: one warp copies Q, K and V, where `v_tensor` is what V is called, and TMA's `atoms` what it
+    copies by. `clips_bytes`: some of what is clipped at the end of a sequence has elements of one byte, and some of
+    two. `span`: bytes within which a swizzle exchanges pieces of 16, `span_units` of them, of a row that is copied
+    singly; in the same way in as many rows as `rows_alike` divides a row's number by. `boxes_alike`: all lanes find all
+    boxes of a tile of keys in pages; `many_boxes`: lanes find those of several tiles; `reads_ahead`: those of a tile,
+    before they are needed.
     """
 
     engine: str
@@ -367,7 +368,6 @@ class LoadPlan:
     told_of_tile: str = "the consumers know."
     table_read: str = AHEAD_OF_TABLE
     q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
-    reads_ahead: bool = False
     together: bool = False
     v_tensor: str = "mVt"
     atoms: str = ""
@@ -376,6 +376,8 @@ class LoadPlan:
     span_units: int = 0
     rows_alike: str = ""
     boxes_alike: bool = False
+    many_boxes: bool = False
+    reads_ahead: bool = False
 
     @property
     def runs_ahead(self) -> bool:
@@ -1289,9 +1291,10 @@ def _load(spec: Forward) -> LoadPlan:
         **(TOGETHER_NAMES if footprint.loads_together(spec) else {}),
         around="KV_AROUND" if footprint.eight_bit_cache(spec) else LoadPlan.around,
         table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
-        reads_ahead=footprint.eight_bit_cache(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),
         boxes_alike=footprint.boxes_alike(spec),
+        many_boxes=footprint.many_boxes(spec),
+        reads_ahead=footprint.in_boxes(spec) and footprint.converts(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
         atoms="(tma_Q,)" if footprint.gathered(spec) else "(tma_Q, tma_K, tma_V)",
         **(_swizzled_rows(spec) if footprint.gathered(spec) and not footprint.converts(spec) else {}),

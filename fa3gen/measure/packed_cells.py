@@ -73,6 +73,10 @@ DRAFT_LENGTHS = {
     "32_drafts_of_8_to_12k": ((8,) * 32, _spread(32, 12288)),
 }
 CHUNK_LENGTHS = {
+    "chunk64_on_1k": ((64,), (1024,)),
+    "chunk128_on_4k": ((128,), (4096,)),
+    "chunk256_on_16k": ((256,), (16384,)),
+    "chunk1k_on_4k": ((1024,), (4096,)),
     "chunk512_on_2k": ((512,), (2048,)),
     "chunk512_on_8k": ((512,), (8192,)),
     "chunk512_on_32k": ((512,), (32768,)),
@@ -82,6 +86,8 @@ CHUNK_LENGTHS = {
     "8_chunks_of_128_one_on_16k": ((128,) * 8, (16384, *(2048,) * 7)),
     "chunk1k_and_7_steps_one_on_24k": ((1024, *(1,) * 7), (24576, *(2048,) * 7)),
     "prompt3k": ((3072,), (3072,)),
+    "3_chunks_to_1k_on_8k": (_spread(3, 1024), _spread(3, 8192)),
+    "4_chunks_to_512_on_24k": (_spread(4, 512), _spread(4, 24576)[::-1]),
     # Lists of which a call does not tell that one sequence has nearly all keys, and such where none has.
     "16_chunks_of_64_one_on_16k": ((64,) * 16, (16384, *(128,) * 15)),
     "4_prompts_of_512_one_on_16k": ((512,) * 4, (16896, *(512,) * 3)),
@@ -114,6 +120,8 @@ MIXED_CHUNK_LENGTHS = {
     "chunk256_and_31_steps_to_32k": ((256, *(1,) * 31), tuple(1024 * i for i in range(1, 33))),
     "chunk128_and_20_steps_to_6k": ((128, *(1,) * 20), _spread(21, 6144)),
     "chunk256_and_63_steps_to_12k": ((*(1,) * 63, 256), _spread(64, 12288)),
+    "chunk256_and_63_steps_to_4k": ((256, *(1,) * 63), _spread(64, 4096)),
+    "chunk2k_and_20_steps_to_24k": ((2048, *(1,) * 20), _spread(21, 24576)),
     "chunk512_and_31_steps_to_2k": ((512, *(1,) * 31), _spread(32, 2048)),
     "chunk1k_and_15_steps_to_16k": ((1024, *(1,) * 15), _spread(16, 16384)),
 }
@@ -132,9 +140,13 @@ HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4
 # are read: by as many tiles as a group has.
 MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8), (96, 8)), 256: (*HEADS[256], (16, 8))}
 # And the same of drafts, and of chunks on many keys, with the fewest tiles that there are: those of one or two kv
-# heads.
+# heads; and of the groups that models of other head dims have.
 _FEW_HEADS = (8, 1), (10, 2), (12, 1)
-CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], *_FEW_HEADS, (64, 8)), 256: (*HEADS[256], (8, 1))}
+CHUNK_HEADS = {
+    64: (*HEADS[64], (8, 1), (20, 5)),
+    128: (*HEADS[128], *_FEW_HEADS, (64, 8)),
+    256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
+}
 
 
 def packed_modules(workspace: Workspace, named: Iterable[Variant] = ()) -> Iterator[Variant[Forward]]:
@@ -171,9 +183,11 @@ def cells(
         variants = [variant for own, served in families.items() if own.serves(family) for variant in served]
         plain = not given_with_calls(family.mask) and not family.keywords
         for heads in MIXED_HEADS[family.head_dim]:
-            whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
+            able = _able(variants, heads)
+            whole = [variant for variant in able if variant.spec.split is None]
+            served = [*whole, *filter(_for_chunks, able)]
             for name, lengths in MIXED_LENGTHS.items() if any(map(_by_head, whole)) else ():
-                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
+                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
         for heads in CHUNK_HEADS[family.head_dim]:
             able = _able(variants, heads)
             whole = [variant for variant in able if variant.spec.split is None]

@@ -35,6 +35,14 @@ PAGED = [
         ("O ",),
     ),
     _of_boxes(
+        "boxes of more tiles than lanes find at once",
+        "the tile after these has keys of one of them again",
+        "if lane == TILES_FOUND * BOXES and",
+        "if lane == 2 * TILES_FOUND * BOXES and",
+        "wrap",
+        ("O ",),
+    ),
+    _of_boxes(
         "a head's keys for all heads",
         "heads of k see the first one's",
         "work.head_kv * head_step + ",
