@@ -320,6 +320,13 @@ def test_with_pages_a_call_tells_the_keys_of_the_longest() -> None:
     assert rows(*records) == [(None, 2000, PAGES), (None, None, SINGLE_ROWS)]
 
 
+def test_more_keys_than_were_measured_are_served_as_the_most_are() -> None:
+    """A module that is as good as the best at the most keys, and better at fewer, ends before these."""
+    speeds = {2000: {PAGES: 100.0, SINGLE_ROWS: 97.0}, 9000: {PAGES: 99.6, SINGLE_ROWS: 100.0}}
+    records = [record([keys] * many, speeds[keys], page=64) for keys in speeds for many in (90, 100)]
+    assert rows(*records) == [(None, 2000, PAGES), (None, None, SINGLE_ROWS)]
+
+
 def test_many_short_sequences_tell_little_of_a_few() -> None:
     """Few tiles have rows of their own where those for many would serve fewer keys than were measured with few."""
     many = [

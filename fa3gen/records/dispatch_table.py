@@ -217,9 +217,9 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     else the one with the highest geometric mean of speeds of those that were measured in all. The lengths are taken in
     order, and rows are as few as there can be with modules that are within WORTH_A_ROW of the best at each of their
     lengths; a record that is alone with its length in the last band stands for itself. A row ends at the last of its
-    lengths, the last one of a band has no end. A band has no rows of its own where those of the next larger band are
-    within WORTH_A_ROW of the best at each of its lengths, which is so where nothing was measured. Raises UserError
-    where no module was measured in all records of one length in one band.
+    lengths, the last one of a band has no end, and the best module of the most keys. A band has no rows of its own
+    where those of the next larger band are within WORTH_A_ROW of the best at each of its lengths, which is so where
+    nothing was measured. Raises UserError where no module was measured in all records of one length in one band.
 
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
     modules that split keys, and whose tiles have room for all heads of a kv head, serve best; of packed sequences such
@@ -561,7 +561,7 @@ def _means(speeds: Sequence[Mapping[_File, float]]) -> dict[_File, float]:
 def _admissible(cells: Sequence[_Cell], *, alone: bool) -> dict[_File, float]:
     """Modules that may serve the records of one length, and how fast they are beside the best; see `rows_from_records`.
 
-    `alone`: only the winner may, where there is one record. Raises UserError where no module was measured in all.
+    `alone`: only the best may. Raises UserError where no module was measured in all.
     """
     speeds = _means([cell.worth for cell in cells])
     if not speeds:
@@ -574,15 +574,21 @@ def _admissible(cells: Sequence[_Cell], *, alone: bool) -> dict[_File, float]:
     best = winners.pop() if len(winners) == 1 else None
     if best not in speeds:
         best = next(iter(speeds))
-    if alone and len(cells) == 1:
+    if alone:
         return {best: 1.0}
     shares = {file: speed / speeds[best] for file, speed in speeds.items()}
     return {file: share for file, share in shares.items() if file == best or share >= 1 - WORTH_A_ROW}
 
 
 def _parts(lengths: Mapping[int, Sequence[_Cell]], *, last: bool) -> list[_Part]:
-    """The fewest parts of a band: from each beginning the module that may stay longest, and of those the fastest."""
-    left = [(keys, cells, _admissible(cells, alone=last)) for keys, cells in lengths.items()]
+    """The fewest parts of a band: from each beginning the module that may stay longest, and of those the fastest.
+
+    What has more keys than all that were measured is served as the longest of these, by the best module there.
+    """
+    left = [
+        (keys, cells, _admissible(cells, alone=keys == max(lengths) or (last and len(cells) == 1)))
+        for keys, cells in lengths.items()
+    ]
     parts = []
     while left:
         common, count = set(left[0][2]), 1
