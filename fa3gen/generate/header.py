@@ -295,8 +295,11 @@ def _pages_sentence(spec: Forward) -> str:
     if footprint.gathered(spec):
         return "of any size, found in a table; lanes of a warp find a row of keys each, and four copy it"
     rows = footprint.page_rows(spec)
-    finder = "all lanes of a warp find all" if footprint.boxes_alike(spec) else "each lane of a warp finds one"
-    finder = "lanes of a warp find those of several tiles" if footprint.many_boxes(spec) else finder
+    finder = "each lane of a warp finds one"
+    if footprint.boxes_alike(spec):
+        finder = "all lanes of a warp find all"
+    elif footprint.many_boxes(spec):
+        finder = "lanes of a warp find those of several tiles"
     return f"of a multiple of {rows} keys, found in a table; boxes of {rows} keys, {finder}"
 
 

@@ -140,7 +140,7 @@ HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4
 # are read: by as many tiles as a group has.
 MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8), (96, 8)), 256: (*HEADS[256], (16, 8))}
 # And the same of drafts, and of chunks on many keys, with the fewest tiles that there are: those of one or two kv
-# heads; and of the groups that models of other head dims have.
+# heads; and of further groups that models have, alone or divided among GPUs.
 _FEW_HEADS = (8, 1), (10, 2), (12, 1)
 CHUNK_HEADS = {
     64: (*HEADS[64], (8, 1), (20, 5)),

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 from fa3gen.base.errors import UserError
@@ -89,10 +90,11 @@ WORTH_A_ROW = 0.01
 # which is chosen by what it and NEAR neighbours on either side gain. Fewer tiles than LEAST_LOAD per SM take as long.
 THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(23))
 NEAR, LEAST_LOAD = 1, 0.125
-# The edges of the bands of tiles per SM that these rows are written for. A record counts by how many octaves of tiles
-# lie between it and the middle of a band, as a normal distribution of this standard deviation has it: a narrower one,
-# and rows of groups of heads, are closer to what was measured, and further from lists that were left out.
-LOADS = (0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.7, 8.0, 11.0, 16.0, 23.0, 32.0)
+# The edges of the bands of tiles per SM that these rows are written for, the first one LEAST_LOAD. A record counts by
+# how many octaves of tiles lie between it and the middle of a band, as a normal distribution of this standard deviation
+# has it, and for nothing below LEAST_WEIGHT: a narrower one, and rows of groups of heads, are closer to what was
+# measured, and further from lists that were left out.
+LOADS = (LEAST_LOAD, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.7, 8.0, 11.0, 16.0, 23.0, 32.0)
 OCTAVES, LEAST_WEIGHT = 0.7, 0.1
 # Times those in the mean the longest sequence has at least, where keys are of all lengths; and what counts as a gain
 # there, since where all have about as many keys these modules lose up to a fifth.
@@ -277,7 +279,7 @@ def _of_many_keys(family: Family, records: Sequence[Record], *, at_least: float 
     groups that its tiles have room for. What is gained counts beyond a factor `at_least`.
     """
     both = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
-    for below, edge in zip((LOADS[0] / 2, *LOADS), LOADS, strict=False):
+    for below, edge in pairwise((LOADS[0], *LOADS)):
         middle = math.sqrt(below * edge)
         near = [(each, weight) for each in both if (weight := _weight(each, middle)) >= LEAST_WEIGHT]
         rule = _rule(near, at_least)
@@ -288,13 +290,12 @@ def _of_many_keys(family: Family, records: Sequence[Record], *, at_least: float 
         served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
         room = min(_most_heads(result.spec) for _, result in served)
         row = _row(family, edge, _Part(None, file, tuple(_Cell(each, at_most=room) for each, _ in served)))
-        over = round(keys_of_tile * max(middle, LEAST_LOAD))
-        yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over})
+        yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": round(keys_of_tile * middle)})
 
 
 def _weight(record: Record, load: float) -> float:
     """What a record counts for in rows of about so many tiles per SM; see OCTAVES."""
-    octaves = math.log2(max(_load(record), LEAST_LOAD) / max(load, LEAST_LOAD))
+    octaves = math.log2(_load_as_long(record) / load)
     return math.exp(-((octaves / OCTAVES) ** 2) / 2)
 
 
@@ -323,7 +324,12 @@ def _rule(records: Sequence[tuple[Record, float]], at_least: float) -> tuple[_Fi
 
 def _keys_of_tile(record: Record) -> float:
     """Keys of a sequence, as far as a call tells, for each tile of queries that an SM has."""
-    return _known_keys(record) / max(_load(record), LEAST_LOAD)
+    return _known_keys(record) / _load_as_long(record)
+
+
+def _load_as_long(record: Record) -> float:
+    """Tiles of queries for each SM, LEAST_LOAD at least, which takes as long as fewer."""
+    return max(_load(record), LEAST_LOAD)
 
 
 def _known_keys(record: Record) -> int:
@@ -391,19 +397,20 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     yield from _of_many_keys(family, of_uneven_keys, at_least=UNEVEN_GAIN)
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
+    of_group: list[tuple[AtMost | Multiples, Iterable[_Cell]]] = []
     groups = sorted({record.problem.group for record in of_several}, reverse=True)
+    for group in groups:
+        own = [_Cell(record, group) for record in records if record.problem.group == group]
+        only = AtMost(at_most=group, at_least=group)
+        of_group.append((only if group < groups[0] else Multiples(multiple_of=group), own))
+    of_group.append((AtMost(at_most=1), map(_Cell, of_one)))
     rest = list(_rows(family, map(_Cell, of_several)))
     if _are_for_all(rest, records):
         rest = []
-    for group in groups:
-        rows = list(_rows(family, [_Cell(record, group) for record in records if record.problem.group == group]))
+    for condition, cells in of_group:
+        rows = list(_rows(family, cells))
         if rest or not _are_for_all(rows, records):
-            only = AtMost(at_most=group, at_least=group)
-            own = {"group": only if group < groups[0] else Multiples(multiple_of=group)}
-            yield from (row.model_copy(update=own) for row in rows)
-    rows = list(_rows(family, map(_Cell, of_one)))
-    if rest or not _are_for_all(rows, records):
-        yield from (row.model_copy(update={"group": AtMost(at_most=1)}) for row in rows)
+            yield from (row.model_copy(update={"group": condition}) for row in rows)
     yield from rest
 
 
@@ -558,10 +565,10 @@ def _means(speeds: Sequence[Mapping[_File, float]]) -> dict[_File, float]:
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def _admissible(cells: Sequence[_Cell], *, alone: bool) -> dict[_File, float]:
+def _admissible(cells: Sequence[_Cell], *, only_best: bool = False) -> dict[_File, float]:
     """Modules that may serve the records of one length, and how fast they are beside the best; see `rows_from_records`.
 
-    `alone`: only the best may. Raises UserError where no module was measured in all.
+    `only_best`: no other may. Raises UserError where no module was measured in all.
     """
     speeds = _means([cell.worth for cell in cells])
     if not speeds:
@@ -574,7 +581,7 @@ def _admissible(cells: Sequence[_Cell], *, alone: bool) -> dict[_File, float]:
     best = winners.pop() if len(winners) == 1 else None
     if best not in speeds:
         best = next(iter(speeds))
-    if alone:
+    if only_best:
         return {best: 1.0}
     shares = {file: speed / speeds[best] for file, speed in speeds.items()}
     return {file: share for file, share in shares.items() if file == best or share >= 1 - WORTH_A_ROW}
@@ -585,10 +592,10 @@ def _parts(lengths: Mapping[int, Sequence[_Cell]], *, last: bool) -> list[_Part]
 
     What has more keys than all that were measured is served as the longest of these, by the best module there.
     """
-    left = [
-        (keys, cells, _admissible(cells, alone=keys == max(lengths) or (last and len(cells) == 1)))
-        for keys, cells in lengths.items()
-    ]
+    left = []
+    for keys, cells in lengths.items():
+        stands_for_itself = last and len(cells) == 1
+        left.append((keys, cells, _admissible(cells, only_best=stands_for_itself or keys == max(lengths))))
     parts = []
     while left:
         common, count = set(left[0][2]), 1
@@ -606,18 +613,17 @@ def _served_by(parts: Sequence[_Part], lengths: Mapping[int, Sequence[_Cell]]) -
 
     Of parts without a length of these, that is said by the nearest one: many short sequences tell little of a few.
     """
-    more: dict[int, list[_Cell]] = {}
-    for keys, cells in lengths.items():
-        number = next(number for number, part in enumerate(parts) if part.up_to is None or keys <= part.up_to)
-        if parts[number].file not in _admissible(cells, alone=False):
+    served: list[_Part] = []
+    below = -math.inf
+    for part in parts:
+        up_to = math.inf if part.up_to is None else part.up_to
+        own = [keys for keys in lengths if below < keys <= up_to]
+        nearest = next((keys for keys in lengths if keys > up_to), max(lengths))
+        if any(part.file not in _admissible(lengths[keys]) for keys in own or [nearest]):
             return None
-        more.setdefault(number, []).extend(cells)
-    for number, part in enumerate(parts):
-        longer = (keys for keys in lengths if part.up_to is not None and keys > part.up_to)
-        nearest = next(longer, max(lengths))
-        if number not in more and part.file not in _admissible(lengths[nearest], alone=False):
-            return None
-    return [replace(part, cells=(*part.cells, *more.get(number, ()))) for number, part in enumerate(parts)]
+        served.append(replace(part, cells=(*part.cells, *(cell for keys in own for cell in lengths[keys]))))
+        below = up_to
+    return served
 
 
 def _row(family: Family, edge: float | None, part: _Part) -> Row:
