@@ -52,7 +52,7 @@ def first_problem(error: ValidationError) -> str:
 _Kind = TypeVar("_Kind", bound=Part)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # whatever their number: where one pass reads more than are kept, the next finds none of them
 def _parsed(kind: type[Part], text: str) -> Part:
     """What a text holds. Pages read every record several times; parts are frozen, so that one is as good as another."""
     return kind.model_validate_json(text)

@@ -38,20 +38,25 @@ class Schedule:
 
 FAST = Schedule()
 
+# Every committed module runs under so many of `schedules`, and mutated ones are judged under them. Of 114 harmful
+# mutations of attention kernels these four report the 111 that ten do, the fast one alone 108; in the fourth CTAs begin
+# last to first.
+TELLING = 4
+
 
 def schedules(count: int, warps: int, seed: int = 0) -> list[Schedule]:
-    """`count` different schedules for CTAs of `warps` warps, the fast one first, the most telling ones early."""
+    """`count` different schedules for CTAs of `warps` warps, the fast one first, the `TELLING` ones early."""
     fixed = [
         FAST,
         Schedule("warp", "random", "late", seed=seed),
+        Schedule("warp", "random", "random", seed=seed + 1),
+        Schedule("warpgroup", "random", "random", seed=seed + 2, ctas="last to first"),
+        Schedule("warp", "random", "early", seed=seed + 3),
         Schedule("warp", "first", "late", favourite=0),
         Schedule("warp", "last", "early", favourite=0, ctas="last to first"),
-        Schedule("warp", "random", "random", seed=seed + 1),
         Schedule("warp", "in turn", "late", ctas="last to first"),
         Schedule("warp", "first", "late", favourite=warps - 1),
         Schedule("warp", "last", "late", favourite=warps - 1),
-        Schedule("warpgroup", "random", "random", seed=seed + 2, ctas="last to first"),
-        Schedule("warp", "random", "early", seed=seed + 3),
     ]
     fixed = list(dict.fromkeys(fixed))  # of a single warp the first and the last are one
     more = [Schedule("warp", "random", "late", seed=seed + 4 + number) for number in range(count - len(fixed))]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from rendering import CHECKOUT, STEMS, source, variants
+from rendering import CHECKOUT, STEMS, variants
 
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec, SyncLoad, WgmmaProduct
+from fa3gen.cpu.schedule import TELLING
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec, SyncLoad
 from fa3gen.verify import combine_inputs, copies, packed_inputs, paged_inputs, quantize_inputs
 from fa3gen.verify.combine_inputs import CombineCase
 from fa3gen.verify.copies import CopyCase
@@ -22,10 +20,6 @@ from fa3gen.verify.on_cpu import verify_on_cpu
 from fa3gen.verify.quantize_inputs import QuantizeCase
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
-SCHEDULES = 10
-# For the slowest modules to execute, those with scalar products at head dim 128, and for those of fp16: their twins,
-# the same code but for head dim or dtype, run under all ten. The first five are the most telling ones.
-FEW_SCHEDULES = 5
 
 
 @pytest.fixture(scope="module", params=STEMS)
@@ -70,51 +64,11 @@ def one_cta(spec: Spec) -> Case | GemmCase | CopyCase | CombineCase | QuantizeCa
     return Case("one_cta", "", 1, 3, stages * spec.tile.kv + 5, 1, 1)
 
 
-def twin(stem: str) -> str:
-    """The module of the same code but for the head dim, or for the dtype, that runs under all schedules; '' without.
-
-    Twins of fp16 may hold the wait for P V back at another exponential: a branch that is never taken.
-    """
-    spec = variants()[stem].spec
-    if not isinstance(spec, Forward):
-        return ""
-    if "fp16_" in stem:
-        other, differs = stem.replace("fp16_", ""), r"\b(BF|bf|F|f)loat16\b|(?<=EXP_BEFORE_WAIT = )\d+"
-    elif not isinstance(spec.pv, WgmmaProduct) and spec.problem.head_dim == 128:
-        other, differs = stem.replace("d128", "d64"), r"\b(64|128)\b"
-    else:
-        return ""
-    return other if other in STEMS and code(stem, differs) == code(other, differs) else ""
-
-
-@cache
-def code(stem: str, differs: str) -> str:
-    """A module's code without docstrings and comments, with one word for all that `differs` matches."""
-    module = ast.parse(source(stem))
-    for node in ast.walk(module):
-        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return re.sub(differs, "DIFFERS", ast.unparse(module))
-
-
 def test_schedules(stem: str, module: Any) -> None:
     spec = variants()[stem].spec
-    count = FEW_SCHEDULES if twin(stem) else SCHEDULES
     # Calls beside the cases are made under the first schedule, by test_module_on_the_cpu_model. It also judges the mean
     # squared error of all cases together: over the few rows here that wanders (by 0.12, one standard deviation, at head
     # dim 256, where the limit is 0.25 away).
-    report = verify_on_cpu(module, spec, stem=stem, cases=[one_cta(spec)], count=count, calls=False)
+    report = verify_on_cpu(module, spec, stem=stem, cases=[one_cta(spec)], count=TELLING, calls=False)
     assert [case.failures for case in report.cases] == [()], f"seed {report.seed}"
-    assert len(set(report.schedules)) == count
-
-
-def test_modules_under_few_schedules_have_a_twin_under_all() -> None:
-    twins = {stem: twin(stem) for stem in STEMS if twin(stem)}
-    assert not twins.keys() & set(twins.values())
-    # Scalar products from K1 to K4.1, two masks each; fp16 modules with knobs of their own have no twin.
-    assert sum("fp16_" not in stem for stem in twins) == 14
-    assert {"k4_2_fp16_d64", "fwd_fp16_d192_causal_short", "fwd_fp16_d128_static"} < twins.keys()
-    # No turns there, rarely rescaled, and a branch around the mask of the last tile.
-    assert not {"fwd_fp16_d192_128", "fwd_fp16_d192_causal", "fwd_fp16_d128"} & twins.keys()
-    # It would see another constant.
-    assert code("k1_d64", "x") != code("k1_d128", "x") and code("fwd_d128", "x") != code("fwd_fp16_d128", "x")
+    assert len(set(report.schedules)) == TELLING
