@@ -17,14 +17,14 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner.
 
 Decisions
-    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 128 keys per step
-    loads      TMA; Q once, K and V in rings of 1 stage, a full barrier each
+    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 64 keys per step
+    loads      TMA; Q once, K and V in rings of 2 stages, a full barrier each
     schedule   two warps load, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  8 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  8 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    8 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    4 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   in parts, of 512 keys, from the last tile of each to the first
     output     of one part O and LSE from registers; of several in float32, and a second kernel adds them up
     q order    a CTA per tile and part of the keys, placed by the grid; 2 share an SM
@@ -33,20 +33,20 @@ Threads
     256 threads, 8 warps, launched with 128 registers each; setmaxnreg moves them: 24 + 1 x 232 = 256 of 2 x 128 = 256
     producer: 1 warpgroup, 24 registers; warp 4 copies K, warp 5 copies V (TMA)
     consumers: 1 warpgroup, 232 registers; 64 query rows each; warp 0 copies Q and the first K
-        about 184 registers each: O 64, S 64, P 32, other 24
+        about 136 registers each: O 64, S 32, P 16, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
     q     1       TMA, from warp 0 -> 4 warps  16384 bytes  no reuse
-    k     1       TMA, from warp 4 -> 4 warps  32768 bytes  4 arrivals
-    v     1       TMA, from warp 5 -> 4 warps  32768 bytes  4 arrivals
+    k     2       TMA, from warp 4 -> 4 warps  16384 bytes  4 arrivals
+    v     2       TMA, from warp 5 -> 4 warps  16384 bytes  4 arrivals
 
 Shared memory
     offset  bytes  what
          0  16384  sQ        64 x 128 x 2: Q
-     16384  32768  sK        128 x 128 x 2: K
-     49152  32768  sV        128 x 128 x 2: V
-     81920     40  barriers  5 mbarriers
+     16384  32768  sK        2 stages x 64 x 128 x 2: K
+     49152  32768  sV        2 stages x 64 x 128 x 2: V
+     81920     72  barriers  9 mbarriers
             82944  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -96,7 +96,7 @@ TILE_M = 64  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head; row r of a tile is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 128  # keys per step
+TILE_N = 64  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -110,7 +110,7 @@ CTAS_PER_SM = 2  # that share its registers and shared memory
 SMEM_CARVEOUT = 100  # per cent of an SM's L1 cache and shared memory that are to be shared memory
 GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
 Q_STAGES = 1  # tiles of Q in flight or in use
-KV_STAGES = 1  # tiles of K and of V in flight or in use
+KV_STAGES = 2  # tiles of K and of V in flight or in use
 KEYS_OF_PART = 512  # from the first key on, whatever else a call has
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one

@@ -30,6 +30,7 @@ PLACES = {"batch": "bshd", "head": "hbsd", "sequence": "sbhd"}
 # Relative Frobenius error of O; 16-bit kernels read about 0.002, those of 8 bits, whose P has 4, 0.025. What it finds
 # is a wrong address.
 TOLERANCE, TOLERANCE_8BIT = 0.01, 0.04
+LSE_TOLERANCE = 1e-4  # relative, of at least 1
 
 
 class Shape(NamedTuple):
@@ -57,7 +58,7 @@ class Problem:
         """Draw the inputs on the device, with as many query heads as the tiles of `spec` need."""
         self.module, self.spec, self.window = module, spec, options_of_call(spec.mask)
         batch, seq_q, seq_k, heads_q, heads_kv = shape
-        heads_q = inputs.served_heads(heads_q, heads_kv, spec.tile.pack_heads)
+        heads_q = inputs.served_heads(heads_q, heads_kv, whole_pack(spec))
         generator = torch.Generator(device).manual_seed(seed)
         dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
 
@@ -86,6 +87,11 @@ class Problem:
         return Attention(*found) if self.spec.outputs.lse else Attention(out, torch.empty(0, device=out.device))
 
 
+def whole_pack(spec: Spec) -> int:
+    """Query heads of a tile, of which it needs all; 1 where a group may have fewer."""
+    return 1 if spec.tile.holds_group else spec.tile.pack_heads
+
+
 def keywords_of(spec: Spec, q: torch.Tensor) -> dict[str, Any]:
     """What a call of the module takes by name."""
     return inputs.usual_keywords(Family.of(spec).keywords, q.shape[2], q.device)
@@ -102,7 +108,12 @@ def wrong_numbers(found: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.T
     error = ((found.out.double() - expected.out).norm() / expected.out.norm()).item()
     if not error <= (TOLERANCE_8BIT if Family.of(spec).eight_bits else TOLERANCE):
         return f"O is off by {error:.3g}"
-    if lse and not torch.allclose(found.lse.double(), expected.lse, rtol=1e-4, atol=1e-4):
+    allowed = LSE_TOLERANCE * expected.lse.abs().clamp(min=1)
+    if Family.of(spec).eight_bits:  # of 8 bits a tensor core cuts sums off
+        allowed += reference.sum_slack(q, k, reach=reach(of_call(spec.mask)), **keywords_of(spec, q))
+    seen = ~expected.lse.isneginf()  # -inf where, and only where, a row sees no key
+    close = seen.equal(~found.lse.isneginf()) and ((found.lse - expected.lse).abs() <= allowed)[seen].all()
+    if lse and not close:
         return "LSE is off"
     return ""
 
@@ -290,8 +301,8 @@ def many_elements(
     module: Any, spec: Spec, device: torch.device, elements: int, *, seq: int, heads: int
 ) -> Iterator[str]:
     """Dense tensors of more than `elements` elements each: batches from all over them, against the reference."""
-    heads = inputs.served_heads(heads, heads, spec.tile.pack_heads)
-    kv_heads = heads // spec.tile.pack_heads
+    heads = inputs.served_heads(heads, heads, whole_pack(spec))
+    kv_heads = heads // whole_pack(spec)
     narrow = min(spec.problem.head_dim, spec.problem.v_dim)
     batch = elements * 5 // 4 // (seq * kv_heads * narrow) + 1  # a fifth of the batches begins beyond
     problem = Problem(module, spec, device, Shape(batch, seq, seq, heads, kv_heads), seed=5)

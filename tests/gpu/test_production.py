@@ -105,7 +105,8 @@ def memcheck(stems: list[str], *options: str) -> subprocess.CompletedProcess[str
         pytest.skip(f"no {SANITIZER} on PATH; it comes with the CUDA toolkit")
     for stem in stems:  # compiled here, since the DSL under the sanitizer takes minutes
         cached_object(WORKSPACE.module_path(stem))
-    command = [tool, "--tool", "memcheck", "--error-exitcode", str(FOUND_ERRORS), sys.executable, str(MEMCHECK)]
+    # Not of what the driver answers: torch asks for functions that it does not have.
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", str(FOUND_ERRORS), sys.executable, str(MEMCHECK)]
     # Without torch's own allocator each tensor is an allocation of its own, so that what lies past its end is nobody's.
     environment = {**os.environ, NO_JIT_VARIABLE: "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(
@@ -115,7 +116,8 @@ def memcheck(stems: list[str], *options: str) -> subprocess.CompletedProcess[str
 
 def test_no_access_outside_the_tensors() -> None:
     done = memcheck(STEMS)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    others = [line for line in done.stdout.splitlines() if not line.startswith("ran ")]
+    assert done.returncode == 0, "\n".join(others)[:4000] + done.stderr[-4000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ran ")] == STEMS
 
