@@ -106,7 +106,17 @@ def memcheck(stems: list[str], *options: str) -> subprocess.CompletedProcess[str
     for stem in stems:  # compiled here, since the DSL under the sanitizer takes minutes
         cached_object(WORKSPACE.module_path(stem))
     # Not of what the driver answers: torch asks for functions that it does not have.
-    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", str(FOUND_ERRORS), sys.executable, str(MEMCHECK)]
+    command = [
+        tool,
+        "--tool",
+        "memcheck",
+        "--report-api-errors",
+        "no",
+        "--error-exitcode",
+        str(FOUND_ERRORS),
+        sys.executable,
+        str(MEMCHECK),
+    ]
     # Without torch's own allocator each tensor is an allocation of its own, so that what lies past its end is nobody's.
     environment = {**os.environ, NO_JIT_VARIABLE: "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(
