@@ -21,27 +21,20 @@ def joined(blocks: list[str]) -> str:
     return "\n\n\n".join(blocks) + "\n"
 
 
-def ends(block: str) -> tuple[str, str]:
-    """What black looks at of a block when it decides on the empty lines around it."""
-    lines = block.splitlines()
-    return lines[0], lines[-1]
-
-
 def excerpts(sources: dict[str, str]) -> dict[str, str]:
-    """What there is to look at: each first line of a block behind each two blocks that it stands behind, by their ends.
+    """What there is to look at: each block of each text behind each two that it stands behind anywhere, at least once.
 
-    Inside a block is what black made of it: test_render compares all of them. What is left to black in a whole file are
-    the empty lines above a block, by what stands before it, and most of that is the same in many modules.
+    Black formats a statement by itself, and the empty lines above it by what stands before it. So a text is as black
+    formats it if all of that is, and most of it is the same in many modules.
     """
-    seen: set[tuple[tuple[str, str], ...]] = set()
+    seen: set[tuple[str, ...]] = set()
     found = {}
     for stem, text in sources.items():
         blocks = top_level_blocks(text)
         wanted: set[int] = set()
         for end in range(1, len(blocks) + 1):
             begin = max(0, end - NEIGHBOURS - 1)
-            # The beginning of a text is a neighbour, too.
-            window = (*[("", "")] * (begin == 0), *map(ends, blocks[begin:end]))
+            window = (*[""] * (begin == 0), *blocks[begin:end])  # the beginning of a text is a neighbour, too
             if window not in seen:
                 seen.add(window)
                 wanted.update(range(begin, end))

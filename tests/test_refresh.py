@@ -72,6 +72,7 @@ def test_pages_follow_a_module_that_changed(copy: Workspace, capsys: pytest.Capt
     )
     assert main(["refresh"]) == 0
     assert "wrote docs/simulator.md" in capsys.readouterr().out
+    assert pages.check(copy) == []
     assert "not verified on a GPU (record is of an older file)" in rows_of(evidence, RUNG)[0]
     assert "stale: the file changed after " in rows_of(docs / "matrix.md", RUNG)[0]
     [row] = rows_of(docs / "simulator.md", RUNG)[:1]

@@ -51,12 +51,12 @@ def schedules(count: int, warps: int, seed: int = 0) -> list[Schedule]:
         Schedule("warp", "random", "late", seed=seed),
         Schedule("warp", "random", "random", seed=seed + 1),
         Schedule("warpgroup", "random", "random", seed=seed + 2, ctas="last to first"),
-        Schedule("warp", "random", "early", seed=seed + 3),
         Schedule("warp", "first", "late", favourite=0),
         Schedule("warp", "last", "early", favourite=0, ctas="last to first"),
         Schedule("warp", "in turn", "late", ctas="last to first"),
         Schedule("warp", "first", "late", favourite=warps - 1),
         Schedule("warp", "last", "late", favourite=warps - 1),
+        Schedule("warp", "random", "early", seed=seed + 3),
     ]
     fixed = list(dict.fromkeys(fixed))  # of a single warp the first and the last are one
     more = [Schedule("warp", "random", "late", seed=seed + 4 + number) for number in range(count - len(fixed))]

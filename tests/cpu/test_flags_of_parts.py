@@ -16,6 +16,7 @@ from rendering import plans, variants
 
 from fa3gen.cpu.findings import Kind
 from fa3gen.cpu.kernel import Settings
+from fa3gen.cpu.schedule import TELLING
 from fa3gen.spec.model import Forward
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.inputs import Case
@@ -28,7 +29,6 @@ SMS, TILES, STEPS = (
     2,
     12,
 )  # 8 steps for each CTA: the second ends one tile, with the first one's part, and begins another
-SCHEDULES = 4  # the last of them begins with the last CTA
 
 GIVEN, SEEN = Line("st.release.gpu.global.b32 ..."), Line("ld.acquire.gpu.global.b32 ...")
 STORED = Line("bar.warp.sync -1;", below="st.global.v4.b32 ...", above="elect.sync ...")
@@ -71,9 +71,9 @@ def failures(stem: str, ptx: str) -> tuple[str, ...]:
     with with_ptx(stem, ptx) as found:
         if stem == PACKED:
             case = sequences("wave", "", [TILES * tile.m - 9], [STEPS * tile.n - 7], heads=(1, 1))
-            return CpuPackedRunner(found, spec, seed=3, count=SCHEDULES).run_case(case).failures
+            return CpuPackedRunner(found, spec, seed=3, count=TELLING).run_case(case).failures
         dense = Case("wave", "", 1, tile.m - 9, STEPS * tile.n - 7, TILES, TILES)
-        return CpuRunner(found, spec, seed=3, count=SCHEDULES).run_case(dense).failures
+        return CpuRunner(found, spec, seed=3, count=TELLING).run_case(dense).failures
 
 
 @pytest.mark.parametrize("stem", [DENSE, PACKED])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch
 import fa3gen
 from fa3gen.compile.loading import load_file
 from fa3gen.design.family import Family, Shape
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import options_for, reach
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.hardware.dtypes import DTYPES
@@ -57,9 +56,10 @@ class Call(NamedTuple):
             **({"v_permuted": True} if self.family.v_permuted else {}),
         }
 
-    def given(self, module: Any) -> dict[str, Any]:
-        """What the module itself takes of these: a window, where it is one for all windows."""
-        return {"window": self.options["window"]} if "window" in inspect.signature(module.attention).parameters else {}
+    def given(self, stem: str) -> dict[str, Any]:
+        """What a module itself takes of these: a window, where it is one for all windows."""
+        (variant,) = WORKSPACE.resolve(stem)
+        return options_for(variant.spec.mask, self.family.mask)
 
     def tensors(self, device: Any, *, seq_q: int = QUERIES, seed: int = 0) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator(device).manual_seed(seed)
@@ -130,7 +130,7 @@ def test_numbers(call: Call, hopper: Any) -> None:
     check(call, tensors, out, lse)
     choice = fa3gen.attention.explain(*tensors, **call.options)
     module = load_for_launch(choice.file)
-    assert out.equal(module.attention(*tensors, **call.given(module)))
+    assert out.equal(module.attention(*tensors, **call.given(choice.stem)))
     assert out.equal(fa3gen.attention(*tensors, **call.options))
     into = torch.full_like(out, torch.nan)
     assert fa3gen.attention(*tensors, **call.options, out=into) is into and into.equal(out)
@@ -153,8 +153,9 @@ def test_a_float32_out_takes_the_module_that_writes_float32(mask: Mask, hopper: 
 def test_what_is_loaded_is_what_the_module_compiles(call: Call, hopper: Any) -> None:
     """Bit for bit: the object of the compile cache, and the file by itself, which compiles in this process."""
     tensors = call.tensors(hopper)
-    alone = load_file(fa3gen.attention.explain(*tensors, **call.options).file, variety="alone")
-    assert fa3gen.attention(*tensors, **call.options).equal(alone.attention(*tensors, **call.given(alone)))
+    choice = fa3gen.attention.explain(*tensors, **call.options)
+    alone = load_file(choice.file, variety="alone")
+    assert fa3gen.attention(*tensors, **call.options).equal(alone.attention(*tensors, **call.given(choice.stem)))
 
 
 @SOME
