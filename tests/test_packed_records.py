@@ -145,7 +145,7 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
 
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS)
+    lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS)
     mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
     large = {CHUNKS, WIDE}
     assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1} | large
@@ -170,10 +170,20 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS, WIDE}
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
     lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
-    lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS]
+    lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
     assert not any("none" in label or " sink" in label for label in made_for_them)
+
+
+def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    every = {D128, PACK4, EVEN, CHUNKS, WIDE, MIXED, ANY, PACK1}
+    assert cells["bf16 d128 causal packed chunk128_on_700, heads 32/8"] == every
+    assert cells["bf16 d128 causal packed draft_of_8_on_1k, heads 10/2"] == every - {PACK4, MIXED}  # of 4 heads, or 8
+    for name, (lengths_q, lengths_k) in packed_cells.SHORT_LENGTHS.items():
+        assert max(lengths_k) <= 3200, name
+        assert all(q <= k for q, k in zip(lengths_q, lengths_k, strict=True)), name
 
 
 def splitting_rows(*records: PackedRecord) -> list[dispatch.Row]:

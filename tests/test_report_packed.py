@@ -22,6 +22,7 @@ from fa3gen.measure.packed_cells import (
     MIXED_CHUNK_LENGTHS,
     MIXED_LENGTHS,
     PAGED_LENGTHS,
+    SHORT_LENGTHS,
 )
 from fa3gen.records import packed_records
 from fa3gen.records.evidence import Status
@@ -73,7 +74,7 @@ def test_cells_of_a_module_are_those_of_the_records() -> None:
     records = {record.problem.label: record for record in packed_records.load_all(CHECKOUT)}
     for panel in panels:
         assert not panel.has_peers
-        lists = {*DRAFT_LENGTHS, *CHUNK_LENGTHS, *MIXED_CHUNK_LENGTHS}
+        lists = {*DRAFT_LENGTHS, *CHUNK_LENGTHS, *MIXED_CHUNK_LENGTHS, *SHORT_LENGTHS}
         if not panel.title.startswith(("8 ", "20 ")):
             lists |= {*PAGED_LENGTHS, *DECODING_LENGTHS, *MIXED_LENGTHS}
         assert {shape.problem.lengths for shape in panel.shapes} == lists

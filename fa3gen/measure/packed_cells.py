@@ -72,6 +72,20 @@ DRAFT_LENGTHS = {
     "64_drafts_of_16_on_2k": ((16,) * 64, (2048,) * 64),
     "32_drafts_of_8_to_12k": ((8,) * 32, _spread(32, 12288)),
 }
+# Drafts, chunks and what lies beside them on so few keys that it may take longer to deal out their parts than to read
+# them: here modules that take head after head are measured too.
+SHORT_LENGTHS = {
+    "draft_of_8_on_1k": ((8,), (1024,)),
+    "4_drafts_of_8_to_1k": ((8,) * 4, _spread(4, 1280)),
+    "16_drafts_of_16_to_2k": ((16,) * 16, _spread(16, 2304)),
+    "32_drafts_of_8_to_2k": ((8,) * 32, _spread(32, 1792)),
+    "chunk128_on_700": ((128,), (704,)),
+    "4_chunks_to_256_on_1k": (_spread(4, 256), _spread(4, 1344)[::-1]),
+    "chunk1k_on_2k": ((1152,), (2112,)),
+    "3_chunks_to_1k_on_3k": (_spread(3, 1152), _spread(3, 3200)),
+    "chunk128_and_15_steps_to_2k": ((128, *(1,) * 15), _spread(16, 1920)),
+    "chunk768_and_20_steps_to_1k": ((*(1,) * 20, 768), (*_spread(20, 1408), 1408)),
+}
 CHUNK_LENGTHS = {
     "chunk64_on_1k": ((64,), (1024,)),
     "chunk128_on_4k": ((128,), (4096,)),
@@ -127,7 +141,7 @@ MIXED_CHUNK_LENGTHS = {
 }
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
-ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS
+ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
@@ -173,7 +187,7 @@ def cells(
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
     of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
-    nowhere else. With windows, sinks or a cap only decoding steps are: of many queries there is one module for each
+    elsewhere with few keys only, where everybody is. With windows, sinks or a cap only decoding steps are: of many queries there is one module for each
     call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
@@ -197,6 +211,7 @@ def cells(
                 (DRAFT_LENGTHS, several),
                 (CHUNK_LENGTHS, [*(variant for variant in whole if not _by_head(variant)), *large]),
                 (MIXED_CHUNK_LENGTHS, [*whole, *large]),
+                (SHORT_LENGTHS, able),
             ):
                 for name, lengths in lists.items() if large else ():
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
