@@ -239,16 +239,25 @@ def test_chunks_beside_steps_are_told_by_queries() -> None:
 def test_few_packed_queries_wait_for_no_longest_sequence() -> None:
     """Modules that split keys serve them where others are a little faster, but for many tiles of longer drafts.
 
-    Few of these are served by modules whose tiles hold 16 queries, up to which rows stand. What others took is told.
+    Rows for more queries than were measured name modules whose tiles hold 16 of them. What others took is told.
     """
     prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
     speeds = {D128: 50.0, PACK4: 95.0, EVEN: 90.0, CHUNKS: 80.0}
-    told = (1, 8, EVEN, CHUNKS), (1, 64, EVEN, CHUNKS), (16, 8, CHUNKS, EVEN), (16, 64, PACK4, EVEN)
-    for queries, sequences, serves, second in told:
+    even, chunks, pack4 = (EVEN, CHUNKS), (CHUNKS, EVEN), (PACK4, EVEN)
+    told = {
+        (1, 8): {16: even},
+        (1, 64): {16: even},
+        (8, 8): {8: even, 16: chunks},
+        (16, 8): {16: even},
+        (8, 64): {8: pack4, 16: pack4},
+        (16, 64): {16: pack4},
+    }
+    for (queries, sequences), served in told.items():
         measured = record([4096] * sequences, speeds, queries=[queries] * sequences)
-        few, *_ = dispatch_table.rows_from_records([prefill, measured])
-        (line,) = few.measured
-        assert (few.module, line.runner_up) == (serves, second)
+        rows = [row for row in dispatch_table.rows_from_records([prefill, measured]) if row.seq_q]
+        found = {row.seq_q.up_to: (row.module, row.measured[0].runner_up) for row in reversed(rows) if row.seq_q}
+        assert found == served, (queries, sequences)
+        assert [row.seq_q.up_to for row in rows if row.seq_q] == sorted(row.seq_q.up_to for row in rows if row.seq_q)
 
 
 def test_records_without_the_module_that_splits_keys_choose_no_number() -> None:

@@ -187,8 +187,8 @@ def cells(
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
     of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
-    elsewhere with few keys only, where everybody is. With windows, sinks or a cap only decoding steps are: of many queries there is one module for each
-    call, and nothing to choose.
+    elsewhere with few keys only, where everybody is. With windows, sinks or a cap only decoding steps are: of many
+    queries there is one module for each call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace, named):

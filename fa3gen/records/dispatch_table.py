@@ -99,8 +99,9 @@ OCTAVES, LEAST_WEIGHT = 0.7, 0.1
 # Times those in the mean the longest sequence has at least, where keys are of all lengths; and what counts as a gain
 # there, since where all have about as many keys these modules lose up to a fifth.
 UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
-# Drafts of more queries have rows of their own: those of a group may not have room in a small tile.
-SHORT_DRAFT = 4
+# Drafts of more queries have rows of their own, and those of more than twice as many others: those of a group may not
+# have room in a small tile.
+SHORT_DRAFT, DRAFT = 4, 8
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
 # where keys come from there. So in a record of such a GPU, of more keys than its L2 holds, a module that divides them
 # counts for so much more. Of 96 packed cells of that kind that both GPUs have measured, what an H100 would choose has
@@ -119,13 +120,14 @@ def _file(result: Result | PackedResult) -> _File:
 @dataclass(frozen=True)
 class _Cell:
     """A record, for rows of groups of heads that are multiples of `group`, or of up to `at_most` where that is said.
-    `padded`: chosen are only modules whose tiles hold all heads of a group; `patient`: see `_where_nobody_waits`."""
+    `padded`: chosen are only modules whose tiles hold all heads of a group; `few`: the rows are for so many queries,
+    see `_where_nobody_waits`."""
 
     record: Record
     group: int = 1
     at_most: int = 0
     padded: bool = False
-    patient: bool = True
+    few: int = 0
 
     @cached_property
     def able(self) -> dict[_File, float]:
@@ -139,7 +141,7 @@ class _Cell:
     @cached_property
     def speeds(self) -> dict[_File, float]:
         """Those of `able` that may be chosen."""
-        results = self.record.results if self.patient else _where_nobody_waits(self.record)
+        results = _where_nobody_waits(self.record, self.few) if self.few else self.record.results
         chosen = {_file(result) for result in results if _most_heads(result.spec) or not self.padded}
         return {file: speed for file, speed in self.able.items() if file in chosen}
 
@@ -444,50 +446,60 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
     if family.layout != "dense":
-        yield from _of_long_drafts(family, long)
-        yield from _of_few(family, long, FEW_QUERIES, long=True)
+        drafts = [record for record in long if _most_queries(record) <= DRAFT]
+        for records, queries in ((drafts, DRAFT), (long, FEW_QUERIES)):
+            yield from _of_long_drafts(family, records, queries)
+            yield from _of_few(family, records, queries, long=True)
     elif long:  # few, and all of one number of keys: what steps have taken on others says more of these
         yield from _of_few(family, records, FEW_QUERIES)
 
 
-def _where_nobody_waits(record: Record) -> Sequence[Result | PackedResult]:
+def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | PackedResult]:
     """Of a record of packed sequences the results without modules in which one CTA goes through all keys of a tile.
 
     There all wait for the longest sequence, and how much longer it is a call does not say. Where all are equally long,
     as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them; of
-    few such tiles modules count that hold the heads of 16 queries, since small tiles read the keys of more queries than
-    were measured once more.
+    few such tiles modules count that hold the heads of 16 queries, unless rows are for no more `queries` than were
+    measured: small tiles read the keys of more queries once more.
     """
     long = _is_long(record)
     if not isinstance(record, PackedRecord) or (long and _load(record) > BANDS[-1]):
         return record.results
     split = [result for result in record.results if result.spec.get("split")]
-    fitted = [result for result in split if result.spec["tile"]["group"] == "fitted"] if long else []
+    large = long and _most_queries(record) < queries
+    fitted = [result for result in split if result.spec["tile"]["group"] == "fitted"] if large else []
     return fitted or split or record.results
 
 
 def _is_long(record: Record) -> bool:
     """Whether drafts have more queries than SHORT_DRAFT."""
+    return _most_queries(record) > SHORT_DRAFT
+
+
+def _most_queries(record: Record) -> int:
+    """Of a sequence."""
     problem = record.problem
-    return (max(problem.lengths_q) if isinstance(problem, PackedProblem) else problem.seq_q) > SHORT_DRAFT
+    return max(problem.lengths_q) if isinstance(problem, PackedProblem) else problem.seq_q
 
 
-def _of_long_drafts(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows for the very groups that longer drafts were measured with, where modules serve best that cannot serve every
-    smaller one: of tiles that hold some heads of a group, and have few rows to spare for such drafts.
+def _of_long_drafts(family: Family, records: Sequence[Record], queries: int) -> Iterator[Row]:
+    """Rows for up to so many queries, and the very groups that longer drafts were measured with.
+
+    They are where modules serve best that cannot serve every smaller group: of tiles that hold some heads of one, and
+    have few rows to spare for such drafts.
 
     They end where measuring did: at the last band, and at twice as many keys as in each. Beyond, a module that holds a
     whole group reads keys once, and what it takes to add up parts is little.
     """
     for group in sorted({record.problem.group for record in records}):
         own = [record for record in records if record.problem.group == group]
-        rows = list(_rows(family, [_Cell(each, group, at_most=group, patient=False) for each in own], fill_up=True))
-        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group, patient=False).speeds}
+        rows = list(_rows(family, [_Cell(each, group, at_most=group, few=queries) for each in own], fill_up=True))
+        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group, few=queries).speeds}
         if all(row.module in of_smaller for row in rows):
             continue
         exactly = AtMost(at_most=group, at_least=group if group > 1 else None)
         for row in rows:
-            ends = {"seq_q": Region(up_to=FEW_QUERIES), "group": exactly, **_ends(row, own)}
+            ends = {"seq_q": Region(up_to=queries), "group": exactly, **_ends(row, own)}
             yield row.model_copy(update=ends)
 
 
@@ -510,7 +522,7 @@ def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bo
         # Of longer drafts records of half a group count, too: what fills a tile, and how often, differs little.
         fewest = max(last // 2, 1) if long else last
         able = [each for each in records if fewest <= each.problem.group <= last]
-        cells = [_Cell(each, at_most=at_most, padded=at_most > last, patient=False) for each in able]
+        cells = [_Cell(each, at_most=at_most, padded=at_most > last, few=queries) for each in able]
         own = {"seq_q": Region(up_to=queries), "group": AtMost(at_most=at_most)}
         for row in _rows(family, cells, fill_up=True):
             yield row.model_copy(update=own)
