@@ -254,10 +254,13 @@ def test_few_packed_queries_wait_for_no_longest_sequence() -> None:
     }
     for (queries, sequences), served in told.items():
         measured = record([4096] * sequences, speeds, queries=[queries] * sequences)
-        rows = [row for row in dispatch_table.rows_from_records([prefill, measured]) if row.seq_q]
-        found = {row.seq_q.up_to: (row.module, row.measured[0].runner_up) for row in reversed(rows) if row.seq_q}
-        assert found == served, (queries, sequences)
-        assert [row.seq_q.up_to for row in rows if row.seq_q] == sorted(row.seq_q.up_to for row in rows if row.seq_q)
+        few = [(row.seq_q.up_to, row) for row in dispatch_table.rows_from_records([prefill, measured]) if row.seq_q]
+        ends = [up_to for up_to, _ in few]
+        assert ends == sorted(ends) and set(ends) == set(served), (queries, sequences)
+        for up_to, serves in served.items():
+            row = few[ends.index(up_to)][1]  # the first that fits
+            (line,) = row.measured
+            assert (row.module, line.runner_up) == serves, (queries, sequences, up_to)
 
 
 def test_records_without_the_module_that_splits_keys_choose_no_number() -> None:

@@ -72,20 +72,6 @@ DRAFT_LENGTHS = {
     "64_drafts_of_16_on_2k": ((16,) * 64, (2048,) * 64),
     "32_drafts_of_8_to_12k": ((8,) * 32, _spread(32, 12288)),
 }
-# Drafts, chunks and what lies beside them on so few keys that it may take longer to deal out their parts than to read
-# them: here modules that take head after head are measured too.
-SHORT_LENGTHS = {
-    "draft_of_8_on_1k": ((8,), (1024,)),
-    "4_drafts_of_8_to_1k": ((8,) * 4, _spread(4, 1280)),
-    "16_drafts_of_16_to_2k": ((16,) * 16, _spread(16, 2304)),
-    "32_drafts_of_8_to_2k": ((8,) * 32, _spread(32, 1792)),
-    "chunk128_on_700": ((128,), (704,)),
-    "4_chunks_to_256_on_1k": (_spread(4, 256), _spread(4, 1344)[::-1]),
-    "chunk1k_on_2k": ((1152,), (2112,)),
-    "3_chunks_to_1k_on_3k": (_spread(3, 1152), _spread(3, 3200)),
-    "chunk128_and_15_steps_to_2k": ((128, *(1,) * 15), _spread(16, 1920)),
-    "chunk768_and_20_steps_to_1k": ((*(1,) * 20, 768), (*_spread(20, 1408), 1408)),
-}
 CHUNK_LENGTHS = {
     "chunk64_on_1k": ((64,), (1024,)),
     "chunk128_on_4k": ((128,), (4096,)),
@@ -138,6 +124,20 @@ MIXED_CHUNK_LENGTHS = {
     "chunk2k_and_20_steps_to_24k": ((2048, *(1,) * 20), _spread(21, 24576)),
     "chunk512_and_31_steps_to_2k": ((512, *(1,) * 31), _spread(32, 2048)),
     "chunk1k_and_15_steps_to_16k": ((1024, *(1,) * 15), _spread(16, 16384)),
+}
+# Drafts, chunks and what lies beside them on so few keys that it may take longer to deal out their parts than to read
+# them: here modules that take head after head are measured too.
+SHORT_LENGTHS = {
+    "draft_of_8_on_1k": ((8,), (1024,)),
+    "4_drafts_of_8_to_1k": ((8,) * 4, _spread(4, 1280)),
+    "16_drafts_of_16_to_2k": ((16,) * 16, _spread(16, 2304)),
+    "32_drafts_of_8_to_2k": ((8,) * 32, _spread(32, 1792)),
+    "chunk128_on_700": ((128,), (704,)),
+    "4_chunks_to_256_on_1k": (_spread(4, 256), _spread(4, 1344)[::-1]),
+    "chunk1k_on_2k": ((1152,), (2112,)),
+    "3_chunks_to_1k_on_3k": (_spread(3, 1152), _spread(3, 3200)),
+    "chunk128_and_15_steps_to_2k": ((128, *(1,) * 15), _spread(16, 1920)),
+    "chunk768_and_20_steps_to_1k": ((*(1,) * 20, 768), (*_spread(20, 1408), 1408)),
 }
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS

@@ -99,8 +99,8 @@ OCTAVES, LEAST_WEIGHT = 0.7, 0.1
 # Times those in the mean the longest sequence has at least, where keys are of all lengths; and what counts as a gain
 # there, since where all have about as many keys these modules lose up to a fifth.
 UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
-# Drafts of more queries have rows of their own, and those of more than twice as many others: those of a group may not
-# have room in a small tile.
+# Drafts of more than SHORT_DRAFT queries have rows of their own, for up to DRAFT and for more: those of a group may not
+# have room in a small tile, and then it matters in how many they have.
 SHORT_DRAFT, DRAFT = 4, 8
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
 # where keys come from there. So in a record of such a GPU, of more keys than its L2 holds, a module that divides them
@@ -120,14 +120,14 @@ def _file(result: Result | PackedResult) -> _File:
 @dataclass(frozen=True)
 class _Cell:
     """A record, for rows of groups of heads that are multiples of `group`, or of up to `at_most` where that is said.
-    `padded`: chosen are only modules whose tiles hold all heads of a group; `few`: the rows are for so many queries,
-    see `_where_nobody_waits`."""
+    `padded`: chosen are only modules whose tiles hold all heads of a group; `queries`: of rows for few queries the most
+    that they are for, see `_where_nobody_waits`, and 0 of others."""
 
     record: Record
     group: int = 1
     at_most: int = 0
     padded: bool = False
-    few: int = 0
+    queries: int = 0
 
     @cached_property
     def able(self) -> dict[_File, float]:
@@ -141,7 +141,7 @@ class _Cell:
     @cached_property
     def speeds(self) -> dict[_File, float]:
         """Those of `able` that may be chosen."""
-        results = _where_nobody_waits(self.record, self.few) if self.few else self.record.results
+        results = _where_nobody_waits(self.record, self.queries) if self.queries else self.record.results
         chosen = {_file(result) for result in results if _most_heads(result.spec) or not self.padded}
         return {file: speed for file, speed in self.able.items() if file in chosen}
 
@@ -447,9 +447,9 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
     if family.layout != "dense":
         drafts = [record for record in long if _most_queries(record) <= DRAFT]
-        for records, queries in ((drafts, DRAFT), (long, FEW_QUERIES)):
-            yield from _of_long_drafts(family, records, queries)
-            yield from _of_few(family, records, queries, long=True)
+        for measured, queries in ((drafts, DRAFT), (long, FEW_QUERIES)):
+            yield from _of_long_drafts(family, measured, queries)
+            yield from _of_few(family, measured, queries, long=True)
     elif long:  # few, and all of one number of keys: what steps have taken on others says more of these
         yield from _of_few(family, records, FEW_QUERIES)
 
@@ -459,8 +459,8 @@ def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | Packe
 
     There all wait for the longest sequence, and how much longer it is a call does not say. Where all are equally long,
     as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them; of
-    few such tiles modules count that hold the heads of 16 queries, unless rows are for no more `queries` than were
-    measured: small tiles read the keys of more queries once more.
+    few such tiles, where rows are for more `queries` than were measured, modules count that hold the heads of 16, since
+    small tiles read the keys of more queries once more.
     """
     long = _is_long(record)
     if not isinstance(record, PackedRecord) or (long and _load(record) > BANDS[-1]):
@@ -493,8 +493,8 @@ def _of_long_drafts(family: Family, records: Sequence[Record], queries: int) -> 
     """
     for group in sorted({record.problem.group for record in records}):
         own = [record for record in records if record.problem.group == group]
-        rows = list(_rows(family, [_Cell(each, group, at_most=group, few=queries) for each in own], fill_up=True))
-        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group, few=queries).speeds}
+        rows = list(_rows(family, [_Cell(each, group, at_most=group, queries=queries) for each in own], fill_up=True))
+        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group, queries=queries).speeds}
         if all(row.module in of_smaller for row in rows):
             continue
         exactly = AtMost(at_most=group, at_least=group if group > 1 else None)
@@ -522,7 +522,7 @@ def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bo
         # Of longer drafts records of half a group count, too: what fills a tile, and how often, differs little.
         fewest = max(last // 2, 1) if long else last
         able = [each for each in records if fewest <= each.problem.group <= last]
-        cells = [_Cell(each, at_most=at_most, padded=at_most > last, few=queries) for each in able]
+        cells = [_Cell(each, at_most=at_most, padded=at_most > last, queries=queries) for each in able]
         own = {"seq_q": Region(up_to=queries), "group": AtMost(at_most=at_most)}
         for row in _rows(family, cells, fill_up=True):
             yield row.model_copy(update=own)
