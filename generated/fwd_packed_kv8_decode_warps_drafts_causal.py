@@ -112,7 +112,8 @@ HEAD_DIM = 64
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
 TILE_M = 16  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head
-PACKS = (1, 2, 4, 8, 16)  # heads in a tile, the fewest that hold those: row r is position r // pack of head r % pack
+PACKS = (1, 2, 4, 8, 16)  # heads that a tile may hold: with as many, row r is position r // pack of head r % pack
+TILE_M_LOG2 = TILE_M.bit_length() - 1
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time, at least
 TILE_N = 256  # keys per step
 MMA_M, MMA_N, MMA_K = 16, 8, 16  # rows, columns and depth of one warp's product of 16-bit operands
@@ -139,7 +140,7 @@ Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
-SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
+SHARE_WORDS = 5  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
 CTA_WORDS = 2 * TILE_M * (HEAD_DIM + 1) + SHARE_WORDS  # these, and two parts with an LSE for each row
 MOST_LINES = 8  # of keys that are read side by side
 MOST_LINE_CTAS = 65_535  # CTAs along the second dimension of a grid
@@ -228,10 +229,8 @@ def launch(
         mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3, 4])
     )  # (HEAD_DIM, MOST_ROWS, heads_kv, FAR, FAR)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
-    packs_of_kv = packs_of(heads_q // heads_kv, cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1))
-    packs, group = heads_kv * packs_of_kv, heads_q // heads_kv // packs_of_kv
-    mO = pack_heads(mO, 2, packs)  # ((group, total_q), HEAD_DIM, packs)
-    mLSE = pack_heads(mLSE, 1, packs)  # ((group, total_q or 0), packs)
+    mO = pack_heads(mO, 2, heads_kv)  # ((group, total_q), HEAD_DIM, heads_kv)
+    mLSE = pack_heads(mLSE, 1, heads_kv)  # ((group, total_q or 0), heads_kv)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     # For each number of heads in a tile a box of its own.
@@ -239,19 +238,18 @@ def launch(
     tma_Q, mQ = zip(*[cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], box) for box in boxes_Q])
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
+    group = heads_q // heads_kv
+    together, apart = packings_of(group)
     num_ctas = num_sms * CTAS_PER_SM
-    lines = lines_of(packs, num_ctas)
-    line_heads, line_ctas = packs // lines, cutlass.min(num_ctas // lines, MOST_LINE_CTAS)
-    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, packs_of_kv, group, line_heads
+    lines = lines_of(heads_kv, num_ctas)
+    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_ctas // lines, MOST_LINE_CTAS)
+    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, group, together, apart, line_heads
     # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
-    pack = cutlass.Int32(1) << pack_log2_of(group)
-    of_position = cute.assume(pack * HEAD_DIM, divby=HEAD_DIM)
-    rows, strides = (pack, TILE_M // pack), (HEAD_DIM, of_position)
-    slots, lse_strides = 2 * lines * line_ctas, (1, pack)
-    parts_layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(strides, 1, TILE_M * HEAD_DIM))
-    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # ((pack, TILE_M // pack), HEAD_DIM, slots)
+    slots = 2 * lines * line_ctas
+    parts_layout = cute.make_layout((TILE_M, HEAD_DIM, slots), stride=(HEAD_DIM, 1, TILE_M * HEAD_DIM))
+    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # (TILE_M, HEAD_DIM, slots)
     parts_lse = workspace.iterator + slots * TILE_M * HEAD_DIM
-    mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((rows, slots), stride=(lse_strides, TILE_M)))
+    mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((TILE_M, slots), stride=(1, TILE_M)))
     words, words_layout = cute.recast_ptr(parts_lse + slots * TILE_M, dtype=cutlass.Int32), (
         lines * line_ctas,
         SHARE_WORDS,
@@ -282,7 +280,7 @@ def launch(
         stream=stream,
     )
     # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
-    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), TILE_M // pack)
+    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), TILE_M >> apart)
     combine_kernel(mParts, mPartsLSE, shares, out, lse).launch(
         grid=(lines * line_ctas, group, positions),
         block=(32 * COMBINE_WARPS, 1, 1),
@@ -305,27 +303,43 @@ def pack_heads(x: cute.Tensor, mode: cutlass.Constexpr, heads_kv: cutlass.Int32)
 
 
 @cute.jit
-def packs_of(group: cutlass.Int32, positions: cutlass.Int32) -> cutlass.Int32:
-    """In how many packs the heads of a kv head are, each in tiles of its own, if sequences have so many positions.
+def packings_of(group: cutlass.Int32):
+    """How many of the heads that share a kv head tiles may hold, as exponents of 2: (together, apart).
 
-    One, with tiles that hold all heads, or as many as leave no room for heads empty, which is the largest odd divisor
-    of the group: where that takes fewer tiles, and two of a pack at least. Of fewer queries it matters more how often
-    keys are read.
+    Together, the fewest of PACKS that hold all of them. Apart, as many as leave no room for heads empty, which is the
+    largest power of two that divides them; of those there are as many packs as the odd number that is left.
     """
-    odd = group // (group & -group)
-    together, of_pack = (
-        cute.ceil_div(x, TILE_M) for x in (positions << pack_log2_of(group), positions * (group // odd))
-    )
-    return odd if of_pack > 1 and odd * of_pack < together else cutlass.Int32(1)
+    apart = cutlass.Int32(0)
+    for heads in PACKS[1:]:
+        apart += cutlass.Int32(group % heads == 0)
+    return room_log2(group), apart
 
 
 @cute.jit
-def pack_log2_of(group: cutlass.Int32) -> cutlass.Int32:
-    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a pack."""
-    pack_log2 = cutlass.Int32(0)
-    for heads in PACKS[:-1]:
-        pack_log2 += cutlass.Int32(group > heads)
-    return pack_log2
+def room_log2(heads: cutlass.Int32) -> cutlass.Int32:
+    """The fewest of PACKS that hold so many heads, as an exponent of 2."""
+    log2 = cutlass.Int32(0)
+    for room in PACKS[:-1]:
+        log2 += cutlass.Int32(heads > room)
+    return log2
+
+
+@cute.jit
+def pack_log2_of(seq_q: cutlass.Int32, heads, together, apart) -> cutlass.Int32:
+    """How many heads the tiles of a sequence with so many queries hold, as an exponent of 2.
+
+    A pack, in tiles of its own, where that takes fewer tiles, and two of a pack at least; otherwise all heads of a kv
+    head. Of fewer queries it matters more how often keys are read.
+    """
+    of_pack = tiles_of(seq_q, apart)
+    fewer = of_pack > 1 and (heads >> apart) * of_pack < tiles_of(seq_q, together)
+    return apart if fewer else together
+
+
+@cute.jit
+def tiles_of(seq_q: cutlass.Int32, pack_log2: cutlass.Int32) -> cutlass.Int32:
+    """How many tiles a pack has of a sequence's queries; by a shift, for which nobody waits as for a division."""
+    return (seq_q + (TILE_M >> pack_log2) - 1) >> (TILE_M_LOG2 - pack_log2)
 
 
 # ======================================================================================================================
@@ -376,12 +390,13 @@ def columns_of(mXt: cute.Tensor, head, begin, rows) -> cute.Tensor:
 
 
 @cute.jit
-def slice_rows(x: cute.Tensor, pack, begin, rows) -> cute.Tensor:
-    """Those of ((group, total), ..., packs) as the tensor of one sequence has them: ((group, rows), ...)."""
+def slice_rows(x: cute.Tensor, heads, begin, rows) -> cute.Tensor:
+    """Those of ((group, total), ..., heads_kv) as the tensor of a pack of one sequence: ((heads, rows), ...)."""
     ((group, total), *rest, _), (row_strides, *rest_strides, _) = x.shape, x.stride
     rows = cutlass.min(rows, total)  # an LSE that nobody asked for has none
-    first = cute.domain_offset(((0, begin), *(0 for _ in rest), pack), x)
-    shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
+    head, head_kv, pack_log2 = heads
+    first = cute.domain_offset(((head - head_kv * group, begin), *(0 for _ in rest), head_kv), x)
+    shape, strides = ((cutlass.min(group, 1 << pack_log2), rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
 
 
@@ -516,18 +531,15 @@ def find_tiles(schedule):
     _, line_ctas, _ = cute.arch.grid_dim()
     cta = line * line_ctas + line_cta
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
-    *_, heads, _ = sequences
-    pack_log2 = pack_log2_of(heads)
-    positions = TILE_M >> pack_log2
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
     total = steps_of_all(group, sequences)
     share = cutlass.max(cute.ceil_div(total, line_ctas), STEPS_OF_SHARE)
     step, end = line_cta * share, cutlass.min(line_cta * share + share, total)
     zero = cutlass.Int32(0)
-    parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
+    parts, rows, q_row, cut_head, cut_log2 = [zero] * SHARE_WORDS  # of the tile that it begins and another one ends
     cute.arch.sync_threads()  # the barriers are made
     while step < end:
-        tile, n_begin, n_blocks, group = find_step(step, group, sequences)
+        tile, pack_log2, n_begin, n_blocks, group = find_step(step, group, sequences)
         n_end = cutlass.min(n_blocks, n_begin + end - step)
         begins, ends = n_begin == 0, n_end == n_blocks
         slot = 2 * cta + 1 if begins else 2 * cta
@@ -536,14 +548,15 @@ def find_tiles(schedule):
         tell((*tile, n_begin, n_end, slot, pack_log2), tile_ring, tiles, fill)
         fill.advance()
         if begins and not ends:
-            m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
+            (m_block, cut_head, _, _, q_begin, seq_q, *_), cut_log2 = tile, pack_log2
             parts = cute.ceil_div(step + n_blocks, share) - line_cta
-            rows, q_row = seq_q - m_block * positions, q_begin + m_block * positions
+            positions = m_block * (TILE_M >> pack_log2)
+            rows, q_row = seq_q - positions, q_begin + positions
         step += n_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
     if cute.arch.lane_idx() == 0:
-        for i, word in enumerate((parts, rows, q_row, cut_head)):
+        for i, word in enumerate((parts, rows, q_row, cut_head, cut_log2)):
             shares[cta, i] = word
 
 
@@ -646,13 +659,14 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     `group` is what its lanes look at, see `look_at`: steps grow from one call to the next, so that the search goes on.
 
-    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, and how many it has; the group.
+    Returns where the tile lies, as TILE_WORDS lists it; heads in it, as an exponent of 2; the step's tile of keys, and
+    how many there are; the group.
     """
-    *_, packs_of_kv, heads, _ = sequences
-    first, before, q_begin, seq_q, k_begin, seq_k, steps, steps_to_here = group
+    *_, heads, _, _, _ = sequences
+    first, before, q_begin, seq_q, k_begin, seq_k, lane_log2, steps, steps_to_here = group
     steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
     while before + steps_of_group <= step:
-        first, before, q_begin, seq_q, k_begin, seq_k, steps, steps_to_here = look_at(
+        first, before, q_begin, seq_q, k_begin, seq_k, lane_log2, steps, steps_to_here = look_at(
             first + WARP, before + steps_of_group, sequences
         )
         steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
@@ -660,13 +674,18 @@ def find_step(step: cutlass.Int32, group, sequences):
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(before + steps_to_here <= step))
     bounds = tuple(cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, k_begin, seq_k))
     _, queries, _, keys = bounds
+    pack_log2 = cute.arch.shuffle_sync(lane_log2, owner)
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
-    m_block, head, n_block, n_blocks = place_in_sequence(step - steps_before, queries, keys, heads)
+    m_block, pack, n_block, n_blocks = place_in_sequence(step - steps_before, queries, keys, pack_log2)
     line, _, _ = cute.arch.block_idx()
     lines, _, _ = cute.arch.grid_dim()
-    pack = head * lines + line
-    words = m_block, pack * heads, pack // packs_of_kv, first + owner, *bounds
-    return words, n_block, n_blocks, (first, before, q_begin, seq_q, k_begin, seq_k, steps, steps_to_here)
+    packs, head = cutlass.max(heads >> pack_log2, 1), pack
+    if packs > 1:
+        head = pack // packs
+    head_kv = head * lines + line
+    words = m_block, head_kv * heads + ((pack - head * packs) << pack_log2), head_kv, first + owner, *bounds
+    looked_at = first, before, q_begin, seq_q, k_begin, seq_k, lane_log2, steps, steps_to_here
+    return words, pack_log2, n_block, n_blocks, looked_at
 
 
 @cute.jit
@@ -691,20 +710,20 @@ def steps_of(group) -> cutlass.Int32:
 def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     """Each lane looks at one of the 32 sequences from `first` on; those before have `before` steps.
 
-    Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
-    behind the last sequence sees one of no rows.
+    Returns these two; where the lane's sequence lies, how many heads its tiles hold, as an exponent of 2, its steps,
+    and those of the group up to and with it. A lane behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, _, heads, line_heads = sequences
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, heads, together, apart, line_heads = sequences
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
     k_begin, seq_k = cutlass.Int32(0), cutlass.Int32(0)
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         k_begin, seq_k = bounds_of(sequence, cu_seqlens_k, seqused_k, total_k)
-    steps = (
-        cute.ceil_div(seq_q << pack_log2_of(heads), TILE_M) * line_heads * cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
-    )
-    return first, before, q_begin, seq_q, k_begin, seq_k, steps, sum_up_to_lane(steps)
+    lane_log2 = pack_log2_of(seq_q, heads, together, apart)
+    of_pack = tiles_of(seq_q, lane_log2) * cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
+    steps = of_pack * cutlass.max(heads >> lane_log2, 1) * line_heads
+    return first, before, q_begin, seq_q, k_begin, seq_k, lane_log2, steps, sum_up_to_lane(steps)
 
 
 @cute.jit
@@ -727,11 +746,9 @@ def sum_up_to_lane(x: cutlass.Int32) -> cutlass.Int32:
 
 
 @cute.jit
-def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, heads):
-    """Which of a sequence's steps this one is: (m_block, head of the line, tile of keys, how many there are)."""
-    num_m_blocks, n_blocks = cute.ceil_div(seq_q << pack_log2_of(heads), TILE_M), cute.ceil_div(
-        cutlass.max(seq_k, 1), TILE_N
-    )
+def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, pack_log2):
+    """Which of a sequence's steps this one is: (m_block, pack of the line, tile of keys, how many there are)."""
+    num_m_blocks, n_blocks = tiles_of(seq_q, pack_log2), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
     tile = step // n_blocks
     m_block, head = cutlass.Int32(0), tile
     if num_m_blocks > 1:  # else there is one division less to wait for
@@ -1142,7 +1159,8 @@ def store_tile(merged, mO, mLSE, parts, work, of_warp, v_factor, scale_log2):
     """Merge what the warps have of a tile of queries, and write O and LSE, or this part where there are several."""
     tidx, _, _ = cute.arch.thread_idx()
     row = tidx // ROW_THREADS
-    gO = slice_rows(mO, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
+    heads = work.head, work.head_kv, work.pack_log2
+    gO = slice_rows(mO, heads, work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=CONSUMER_WARPS * WARP)  # what was there has been read
     leave_sums(merged, of_warp)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=CONSUMER_WARPS * WARP)  # all warps have left theirs
@@ -1150,26 +1168,23 @@ def store_tile(merged, mO, mLSE, parts, work, of_warp, v_factor, scale_log2):
     if work.slot < 0:
         rounded = cute.make_rmem_tensor(ROW_COLUMNS, DTYPE)
         rounded.store(rO.load().to(DTYPE))
-        store_lse_of_row(
-            slice_rows(mLSE, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q),
-            lse_of_row,
-            work.m_block * TILE_M + row,
-        )
+        store_lse_of_row(slice_rows(mLSE, heads, work.q_begin, work.seq_q), lse_of_row, work.m_block * TILE_M + row)
         store_row(gO, rounded, work.m_block * TILE_M + row)
     else:
         mParts, mPartsLSE = parts
         # Of a slot the rows that exist.
         (group, seq_q), _ = gO.shape
         rows = group, seq_q - work.m_block * (TILE_M >> work.pack_log2)
-        store_lse_of_row(resized(mPartsLSE[None, work.slot], rows), lse_of_row, row)
-        store_row(resized(mParts[None, None, work.slot], rows), rO, row)
+        store_lse_of_row(resized(mPartsLSE[None, work.slot], rows, work.pack_log2), lse_of_row, row)
+        store_row(resized(mParts[None, None, work.slot], rows, work.pack_log2), rO, row)
 
 
 @cute.jit
-def resized(x: cute.Tensor, rows) -> cute.Tensor:
-    """See ((pack, TILE_M // pack), ...) as (rows, ...)."""
-    _, *rest = x.shape
-    return cute.make_tensor(x.iterator, cute.make_layout((rows, *rest), stride=x.stride))
+def resized(x: cute.Tensor, rows, pack_log2: cutlass.Int32) -> cute.Tensor:
+    """See (TILE_M, ...) as (rows, ...), rows being (heads, positions): from one position to the next 2^pack_log2."""
+    (_, *rest), (row, *strides) = x.shape, x.stride
+    position = cute.assume(row << pack_log2, divby=row)
+    return cute.make_tensor(x.iterator, cute.make_layout((rows, *rest), stride=((row, position), *strides)))
 
 
 @cute.jit
@@ -1239,7 +1254,7 @@ def store_row(gO: cute.Tensor, rO: cute.Tensor, row: cutlass.Int32):
 def place_of(gX: cute.Tensor, row: cutlass.Int32):
     """Where a row of a tile lies in gX, ((group, seq_q), ...), and whether it exists: a tile may have room for more."""
     group, seq_q = gX.shape[0]
-    pack_log2 = pack_log2_of(group)
+    pack_log2 = room_log2(group)
     head, query = row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2
     return (head, query), head < group and query < seq_q
 
@@ -1262,7 +1277,8 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tens
 
     Its tile is the one that CTA `cta` of the kernel before began and another one ended, if there is one: of it shares
     has the number of parts, how many of its positions exist, the row in out of the first, and the first head.
-    parts: ((pack, TILE_M // pack), HEAD_DIM, slots), parts_lse: ((pack, TILE_M // pack), slots).
+    Of each position there are 2^pack_log2 rows, of which those of heads that exist count.
+    parts: (TILE_M, HEAD_DIM, slots), parts_lse: (TILE_M, slots).
     """
     cta, head, first = cute.arch.block_idx()
     _, _, ctas_of_head = cute.arch.grid_dim()
@@ -1272,10 +1288,10 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tens
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that comes next may begin, and waits for this one
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
-    num_parts, rows, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
-    if num_parts > 0:
-        for position in cutlass.range(first, cutlass.min(rows, cute.size(parts, mode=[0, 1])), ctas_of_head, unroll=1):
-            row = head, position
+    num_parts, rows, q_row, first_head, pack_log2 = (shares[cta, i] for i in range(SHARE_WORDS))
+    if num_parts > 0 and head < 1 << pack_log2:
+        for position in cutlass.range(first, cutlass.min(rows, TILE_M >> pack_log2), ctas_of_head, unroll=1):
+            row = (position << pack_log2) + head
             gO, gLSE = parts[row, None, None], parts_lse[row, None]  # (HEAD_DIM, slots), (slots,)
             shared, place = (sums, sLargest, sTotals), (q_row + position, first_head + head)
             add_up_row((gO, gLSE, cta, num_parts), shared, (out, lse), place)
@@ -1493,7 +1509,7 @@ def attention(
             one = unit_factor(gpu).expand(offsets - 1, heads_kv)
             k_descale, v_descale = (one if x is None else x for x in (k_descale, v_descale))
         group = heads_q // heads_kv
-        packs_of_kv = group // (group & -group)  # at most
+        packs_of_kv = group // (group & -group)  # at most, of each sequence
         most_steps = (total_q // POSITIONS + (offsets - 1) * packs_of_kv) * heads_kv * max(-(-total_k // TILE_N), 1)
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"

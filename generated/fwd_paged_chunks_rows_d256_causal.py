@@ -109,7 +109,8 @@ HEAD_DIM = 256
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
 TILE_M = 128  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head
-PACKS = (1, 2, 4, 8, 16)  # heads in a tile, the fewest that hold those: row r is position r // pack of head r % pack
+PACKS = (1, 2, 4, 8, 16)  # heads that a tile may hold: with as many, row r is position r // pack of head r % pack
+TILE_M_LOG2 = TILE_M.bit_length() - 1
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time, at least
 TILE_N = 80  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
@@ -126,7 +127,7 @@ Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
-SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
+SHARE_WORDS = 5  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
 CTA_WORDS = 2 * TILE_M * (HEAD_DIM + 1) + SHARE_WORDS  # these, and two parts with an LSE for each row
 MOST_LINES = 8  # of keys that are read side by side
 MOST_LINE_CTAS = 65_535  # CTAs along the second dimension of a grid
@@ -214,10 +215,8 @@ def launch(
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
     mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
-    packs_of_kv = packs_of(heads_q // heads_kv, cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1))
-    packs, group = heads_kv * packs_of_kv, heads_q // heads_kv // packs_of_kv
-    mO = pack_heads(mO, 2, packs)  # ((group, total_q), HEAD_DIM, packs)
-    mLSE = pack_heads(mLSE, 1, packs)  # ((group, total_q or 0), packs)
+    mO = pack_heads(mO, 2, heads_kv)  # ((group, total_q), HEAD_DIM, heads_kv)
+    mLSE = pack_heads(mLSE, 1, heads_kv)  # ((group, total_q or 0), heads_kv)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     # For each number of heads in a tile a box of its own.
@@ -225,18 +224,17 @@ def launch(
     tma_Q, mQ = zip(*[cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], box) for box in boxes_Q])
     pages = page_table, cute.FastDivmodDivisorV2(page_size), num_pages  # every tile divides by the size: by a product
     most_keys = cute.size(page_table, mode=[1]) * page_size
-    lines = lines_of(packs, num_sms)
-    line_heads, line_ctas = packs // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
-    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, packs_of_kv, group, line_heads
+    group = heads_q // heads_kv
+    together, apart = packings_of(group)
+    lines = lines_of(heads_kv, num_sms)
+    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
+    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, together, apart, line_heads
     # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
-    pack = cutlass.Int32(1) << pack_log2_of(group)
-    of_position = cute.assume(pack * HEAD_DIM, divby=HEAD_DIM)
-    rows, strides = (pack, TILE_M // pack), (HEAD_DIM, of_position)
-    slots, lse_strides = 2 * lines * line_ctas, (1, pack)
-    parts_layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(strides, 1, TILE_M * HEAD_DIM))
-    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # ((pack, TILE_M // pack), HEAD_DIM, slots)
+    slots = 2 * lines * line_ctas
+    parts_layout = cute.make_layout((TILE_M, HEAD_DIM, slots), stride=(HEAD_DIM, 1, TILE_M * HEAD_DIM))
+    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # (TILE_M, HEAD_DIM, slots)
     parts_lse = workspace.iterator + slots * TILE_M * HEAD_DIM
-    mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((rows, slots), stride=(lse_strides, TILE_M)))
+    mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((TILE_M, slots), stride=(1, TILE_M)))
     words, words_layout = cute.recast_ptr(parts_lse + slots * TILE_M, dtype=cutlass.Int32), (
         lines * line_ctas,
         SHARE_WORDS,
@@ -272,27 +270,43 @@ def pack_heads(x: cute.Tensor, mode: cutlass.Constexpr, heads_kv: cutlass.Int32)
 
 
 @cute.jit
-def packs_of(group: cutlass.Int32, positions: cutlass.Int32) -> cutlass.Int32:
-    """In how many packs the heads of a kv head are, each in tiles of its own, if sequences have so many positions.
+def packings_of(group: cutlass.Int32):
+    """How many of the heads that share a kv head tiles may hold, as exponents of 2: (together, apart).
 
-    One, with tiles that hold all heads, or as many as leave no room for heads empty, which is the largest odd divisor
-    of the group: where that takes fewer tiles, and two of a pack at least. Of fewer queries it matters more how often
-    keys are read.
+    Together, the fewest of PACKS that hold all of them. Apart, as many as leave no room for heads empty, which is the
+    largest power of two that divides them; of those there are as many packs as the odd number that is left.
     """
-    odd = group // (group & -group)
-    together, of_pack = (
-        cute.ceil_div(x, TILE_M) for x in (positions << pack_log2_of(group), positions * (group // odd))
-    )
-    return odd if of_pack > 1 and odd * of_pack < together else cutlass.Int32(1)
+    apart = cutlass.Int32(0)
+    for heads in PACKS[1:]:
+        apart += cutlass.Int32(group % heads == 0)
+    return room_log2(group), apart
 
 
 @cute.jit
-def pack_log2_of(group: cutlass.Int32) -> cutlass.Int32:
-    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a pack."""
-    pack_log2 = cutlass.Int32(0)
-    for heads in PACKS[:-1]:
-        pack_log2 += cutlass.Int32(group > heads)
-    return pack_log2
+def room_log2(heads: cutlass.Int32) -> cutlass.Int32:
+    """The fewest of PACKS that hold so many heads, as an exponent of 2."""
+    log2 = cutlass.Int32(0)
+    for room in PACKS[:-1]:
+        log2 += cutlass.Int32(heads > room)
+    return log2
+
+
+@cute.jit
+def pack_log2_of(seq_q: cutlass.Int32, heads, together, apart) -> cutlass.Int32:
+    """How many heads the tiles of a sequence with so many queries hold, as an exponent of 2.
+
+    A pack, in tiles of its own, where that takes fewer tiles, and two of a pack at least; otherwise all heads of a kv
+    head. Of fewer queries it matters more how often keys are read.
+    """
+    of_pack = tiles_of(seq_q, apart)
+    fewer = of_pack > 1 and (heads >> apart) * of_pack < tiles_of(seq_q, together)
+    return apart if fewer else together
+
+
+@cute.jit
+def tiles_of(seq_q: cutlass.Int32, pack_log2: cutlass.Int32) -> cutlass.Int32:
+    """How many tiles a pack has of a sequence's queries; by a shift, for which nobody waits as for a division."""
+    return (seq_q + (TILE_M >> pack_log2) - 1) >> (TILE_M_LOG2 - pack_log2)
 
 
 # ======================================================================================================================
@@ -331,12 +345,13 @@ def packed_rows_of(mX: cute.Tensor, head, begin, rows, pack: cutlass.Constexpr) 
 
 
 @cute.jit
-def slice_rows(x: cute.Tensor, pack, begin, rows) -> cute.Tensor:
-    """Those of ((group, total), ..., packs) as the tensor of one sequence has them: ((group, rows), ...)."""
+def slice_rows(x: cute.Tensor, heads, begin, rows) -> cute.Tensor:
+    """Those of ((group, total), ..., heads_kv) as the tensor of a pack of one sequence: ((heads, rows), ...)."""
     ((group, total), *rest, _), (row_strides, *rest_strides, _) = x.shape, x.stride
     rows = cutlass.min(rows, total)  # an LSE that nobody asked for has none
-    first = cute.domain_offset(((0, begin), *(0 for _ in rest), pack), x)
-    shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
+    head, head_kv, pack_log2 = heads
+    first = cute.domain_offset(((head - head_kv * group, begin), *(0 for _ in rest), head_kv), x)
+    shape, strides = ((cutlass.min(group, 1 << pack_log2), rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
 
 
@@ -449,18 +464,15 @@ def find_tiles(schedule):
     _, line_ctas, _ = cute.arch.grid_dim()
     cta = line * line_ctas + line_cta
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
-    *_, heads, _ = sequences
-    pack_log2 = pack_log2_of(heads)
-    positions = TILE_M >> pack_log2
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
     total = steps_of_all(group, sequences)
     share = cutlass.max(cute.ceil_div(total, line_ctas), STEPS_OF_SHARE)
     step, end = line_cta * share, cutlass.min(line_cta * share + share, total)
     zero = cutlass.Int32(0)
-    parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
+    parts, rows, q_row, cut_head, cut_log2 = [zero] * SHARE_WORDS  # of the tile that it begins and another one ends
     cute.arch.sync_threads()  # the barriers are made
     while step < end:
-        tile, n_begin, n_blocks, steps, group = find_step(step, group, sequences)
+        tile, pack_log2, n_begin, n_blocks, steps, group = find_step(step, group, sequences)
         step_end = cutlass.min(steps, n_begin + end - step)
         # Who has the tile's last step has its last tiles of keys, of which there may be one more than steps, or none.
         n_end = n_blocks if step_end == steps else cutlass.min(n_blocks, step_end)
@@ -472,14 +484,15 @@ def find_tiles(schedule):
             tell((*tile, n_begin, n_end, slot, pack_log2, zero), tile_ring, tiles, fill)
             fill.advance()
         if begins and not ends:
-            m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
+            (m_block, cut_head, _, _, q_begin, seq_q, *_), cut_log2 = tile, pack_log2
             parts = cute.ceil_div(step + cutlass.min(n_blocks, steps), share) - line_cta
-            rows, q_row = seq_q - m_block * positions, q_begin + m_block * positions
+            positions = m_block * (TILE_M >> pack_log2)
+            rows, q_row = seq_q - positions, q_begin + positions
         step += step_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
     if cute.arch.lane_idx() == 0:
-        for i, word in enumerate((parts, rows, q_row, cut_head)):
+        for i, word in enumerate((parts, rows, q_row, cut_head, cut_log2)):
             shares[cta, i] = word
 
 
@@ -582,14 +595,14 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     `group` is what its lanes look at, see `look_at`: steps grow from one call to the next, so that the search goes on.
 
-    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, which may lie behind the last
-    that its rows see; how many they see, and how many steps the tile has; what the lanes look at.
+    Returns where the tile lies, as TILE_WORDS lists it; heads in it, as an exponent of 2; the step's tile of keys, which
+    may lie behind the last that its rows see; how many they see; how many steps it has; what the lanes look at.
     """
-    *_, packs_of_kv, heads, _ = sequences
-    first, before, q_begin, seq_q, seq_k, steps, steps_to_here = group
+    *_, heads, _, _, _ = sequences
+    first, before, q_begin, seq_q, seq_k, lane_log2, steps, steps_to_here = group
     steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
     while before + steps_of_group <= step:
-        first, before, q_begin, seq_q, seq_k, steps, steps_to_here = look_at(
+        first, before, q_begin, seq_q, seq_k, lane_log2, steps, steps_to_here = look_at(
             first + WARP, before + steps_of_group, sequences
         )
         steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
@@ -597,17 +610,19 @@ def find_step(step: cutlass.Int32, group, sequences):
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(before + steps_to_here <= step))
     bounds = tuple(cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, seq_k))
     _, queries, keys = bounds
+    pack_log2 = cute.arch.shuffle_sync(lane_log2, owner)
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
-    pack_log2 = pack_log2_of(heads)
-    positions = TILE_M >> pack_log2
-    m_block, head, n_block, steps_of_tile = place_in_sequence(step - steps_before, queries, keys, positions)
-    n_blocks, _ = kv_range(m_block * positions, queries, keys, pack_log2)
+    m_block, pack, n_block, steps_of_tile = place_in_sequence(step - steps_before, queries, keys, pack_log2)
+    n_blocks, _ = kv_range(m_block * (TILE_M >> pack_log2), queries, keys, pack_log2)
     line, _, _ = cute.arch.block_idx()
     lines, _, _ = cute.arch.grid_dim()
-    pack = head * lines + line
-    words = m_block, pack * heads, pack // packs_of_kv, first + owner, *bounds
-    looked_at = first, before, q_begin, seq_q, seq_k, steps, steps_to_here
-    return words, n_block, n_blocks, steps_of_tile, looked_at
+    packs, head = cutlass.max(heads >> pack_log2, 1), pack
+    if packs > 1:
+        head = pack // packs
+    head_kv = head * lines + line
+    words = m_block, head_kv * heads + ((pack - head * packs) << pack_log2), head_kv, first + owner, *bounds
+    looked_at = first, before, q_begin, seq_q, seq_k, lane_log2, steps, steps_to_here
+    return words, pack_log2, n_block, n_blocks, steps_of_tile, looked_at
 
 
 @cute.jit
@@ -632,19 +647,20 @@ def steps_of(group) -> cutlass.Int32:
 def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     """Each lane looks at one of the 32 sequences from `first` on; those before have `before` steps.
 
-    Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
-    behind the last sequence sees one of no rows.
+    Returns these two; where the lane's sequence lies, how many heads its tiles hold, as an exponent of 2, its steps,
+    and those of the group up to and with it. A lane behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, heads, line_heads = sequences
-    positions = TILE_M >> pack_log2_of(heads)
+    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads, together, apart, line_heads = sequences
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
     seq_k = cutlass.Int32(0)
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), most_keys)
-    steps = seen_before(cute.ceil_div(seq_q, positions), seq_q, seq_k, positions) * line_heads
-    return first, before, q_begin, seq_q, seq_k, steps, sum_up_to_lane(steps)
+    lane_log2 = pack_log2_of(seq_q, heads, together, apart)
+    of_pack = seen_before(tiles_of(seq_q, lane_log2), seq_q, seq_k, lane_log2)
+    steps = of_pack * cutlass.max(heads >> lane_log2, 1) * line_heads
+    return first, before, q_begin, seq_q, seq_k, lane_log2, steps, sum_up_to_lane(steps)
 
 
 @cute.jit
@@ -667,15 +683,15 @@ def sum_up_to_lane(x: cutlass.Int32) -> cutlass.Int32:
 
 
 @cute.jit
-def seen_before(m_block, seq_q, seq_k, positions) -> cutlass.Int32:
-    """Steps of the tiles of queries before this one, of one head: about as many as tiles of keys that their rows see.
+def seen_before(m_block, seq_q, seq_k, pack_log2) -> cutlass.Int32:
+    """Steps of the tiles of queries before this one, of one pack: about as many as tiles of keys that their rows see.
 
     Of a tile whose last row sees x keys that is 1 + floor((x - 1) / TILE_N). Here the fractions of all are added up
     before one number is rounded, so that nobody has to walk through the tiles: each has a step more or less than its
     rows see tiles, and one at least; the last one, whose rows end early, positions / TILE_N more. The first `blind`
     tiles, of sequences with more queries than keys, see none.
     """
-    blind = cutlass.max(seq_q - seq_k, 0) // positions
+    positions, blind = TILE_M >> pack_log2, cutlass.max(seq_q - seq_k, 0) >> (TILE_M_LOG2 - pack_log2)
     ahead = cutlass.max(seq_k - seq_q + blind * positions - TILE_N // 2, -positions)  # of the first that sees any
     tiles = cutlass.Int64(cutlass.max(m_block - blind, 0))  # products have more than 32 bits
     keys = tiles * ahead + tiles * (tiles + 1) // 2 * positions
@@ -683,24 +699,24 @@ def seen_before(m_block, seq_q, seq_k, positions) -> cutlass.Int32:
 
 
 @cute.jit
-def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, positions):
-    """Which of a sequence's steps this one is: (m_block, head of the line, step of the tile, how many it has).
+def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, pack_log2):
+    """Which of a sequence's steps this one is: (m_block, pack of the line, step of the tile, how many it has).
 
     The lanes of a warp look for the tile: each at one of 32, or first at one of 32 groups of as many.
     """
-    num_m_blocks = cute.ceil_div(seq_q, positions)
-    of_head = seen_before(num_m_blocks, seq_q, seq_k, positions)
-    head, step = step // of_head, step % of_head
+    num_m_blocks = tiles_of(seq_q, pack_log2)
+    of_pack = seen_before(num_m_blocks, seq_q, seq_k, pack_log2)
+    pack, step = step // of_pack, step % of_pack
     m_block, together = cutlass.Int32(0), cutlass.Int32(1)
     while together < num_m_blocks:
         together *= WARP
     while together > 1:
         together //= WARP
         behind = cutlass.min(m_block + (cute.arch.lane_idx() + 1) * together, num_m_blocks)
-        passed = seen_before(behind, seq_q, seq_k, positions) <= step
+        passed = seen_before(behind, seq_q, seq_k, pack_log2) <= step
         m_block += together * cute.arch.popc(cute.arch.vote_ballot_sync(passed))
-    before = seen_before(m_block, seq_q, seq_k, positions)
-    return m_block, head, step - before, seen_before(m_block + 1, seq_q, seq_k, positions) - before
+    before = seen_before(m_block, seq_q, seq_k, pack_log2)
+    return m_block, pack, step - before, seen_before(m_block + 1, seq_q, seq_k, pack_log2) - before
 
 
 # ======================================================================================================================
@@ -1159,14 +1175,11 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 def store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2):
     """Divide O by the sums of exponentials and write O and LSE, or this part of them where there are several."""
     normalize_rows(acc_O, row_sum)
-    gO = slice_rows(mO, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
+    heads = work.head, work.head_kv, work.pack_log2
+    gO = slice_rows(mO, heads, work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
     if work.slot < 0:
         store_lse(
-            slice_rows(mLSE, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q),
-            row_max,
-            row_sum,
-            scale_log2,
-            work.m_block * TILE_M,
+            slice_rows(mLSE, heads, work.q_begin, work.seq_q), row_max, row_sum, scale_log2, work.m_block * TILE_M
         )
         store_output(gO, acc_O, work.m_block * TILE_M)
     else:
@@ -1174,15 +1187,16 @@ def store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2):
         # Of a slot the rows that exist.
         (group, seq_q), _ = gO.shape
         rows = group, seq_q - work.m_block * (TILE_M >> work.pack_log2)
-        store_lse(resized(mPartsLSE[None, work.slot], rows), row_max, row_sum, scale_log2, 0)
-        store_f32(resized(mParts[None, None, work.slot], rows), acc_O, 0)
+        store_lse(resized(mPartsLSE[None, work.slot], rows, work.pack_log2), row_max, row_sum, scale_log2, 0)
+        store_f32(resized(mParts[None, None, work.slot], rows, work.pack_log2), acc_O, 0)
 
 
 @cute.jit
-def resized(x: cute.Tensor, rows) -> cute.Tensor:
-    """See ((pack, TILE_M // pack), ...) as (rows, ...)."""
-    _, *rest = x.shape
-    return cute.make_tensor(x.iterator, cute.make_layout((rows, *rest), stride=x.stride))
+def resized(x: cute.Tensor, rows, pack_log2: cutlass.Int32) -> cute.Tensor:
+    """See (TILE_M, ...) as (rows, ...), rows being (heads, positions): from one position to the next 2^pack_log2."""
+    (_, *rest), (row, *strides) = x.shape, x.stride
+    position = cute.assume(row << pack_log2, divby=row)
+    return cute.make_tensor(x.iterator, cute.make_layout((rows, *rest), stride=((row, position), *strides)))
 
 
 @cute.jit
@@ -1211,7 +1225,7 @@ def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
 def place_of(gX: cute.Tensor, row: cutlass.Int32):
     """Where a row of a tile lies in gX, ((group, seq_q), ...), and whether it exists: a tile may have room for more."""
     group, seq_q = gX.shape[0]
-    pack_log2 = pack_log2_of(group)
+    pack_log2 = room_log2(group)
     head, query = row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2
     return (head, query), head < group and query < seq_q
 
@@ -1296,7 +1310,8 @@ def combine_kernel(
 
     Rows are dealt out in pieces, of all tiles together: a row of many parts, of which each warp adds up a share, or
     COMBINE_WARPS rows of few parts, a warp each. CTA n has piece n and those every so many CTAs behind it.
-    parts: ((pack, TILE_M // pack), HEAD_DIM, slots), parts_lse: ((pack, TILE_M // pack), slots).
+    A tile has rows of 2^pack_log2 heads for each position, of which those of the `group` heads of a kv head exist.
+    parts: (TILE_M, HEAD_DIM, slots), parts_lse: (TILE_M, slots).
     """
     piece, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
@@ -1310,7 +1325,7 @@ def combine_kernel(
     cute.arch.griddepcontrol_wait()
     before = cutlass.Int32(0)
     for first in cutlass.range(0, cute.size(shares, mode=[0]), COMBINE_WARPS * WARP, unroll=1):
-        count_pieces((first, before), shares, parts, group, ends)
+        count_pieces((first, before), shares, group, ends)
         last = ends[COMBINE_WARPS * WARP - 1]
         while piece < last:
             owner, begin = find_tile_of(piece, before, ends)
@@ -1321,13 +1336,13 @@ def combine_kernel(
 
 
 @cute.jit
-def count_pieces(first_and_before, shares: cute.Tensor, parts: cute.Tensor, group: cutlass.Int32, ends: cute.Tensor):
+def count_pieces(first_and_before, shares: cute.Tensor, group: cutlass.Int32, ends: cute.Tensor):
     """The pieces up to each tile that CTAs from `first` on began and others ended, and with it, into `ends`."""
     (first, before), (tidx, _, _) = first_and_before, cute.arch.thread_idx()
     warp_idx, cta, pieces = cute.arch.make_warp_uniform(cute.arch.warp_idx()), first + tidx, cutlass.Int32(0)
     if cta < cute.size(shares, mode=[0]):
-        num_parts, positions = shares[cta, 0], shares[cta, 1]
-        rows = group * cutlass.min(positions, cute.size(parts, mode=[0, 1]))
+        num_parts, positions, pack_log2 = (shares[cta, i] for i in (0, 1, SHARE_WORDS - 1))
+        rows = cutlass.min(group, 1 << pack_log2) * cutlass.min(positions, TILE_M >> pack_log2)
         rows = rows if num_parts > PARTS_OF_WARP else cute.ceil_div(rows, COMBINE_WARPS)
         pieces = rows if num_parts > 0 else pieces
     up_to_lane = sum_up_to_lane(pieces)
@@ -1358,11 +1373,13 @@ def add_up_piece(where, all_parts, shared, outputs):
     """Add up the rows of a piece: `where` says of which CTA's tile, which piece of it, and how many heads there are."""
     (cta, piece, group), (parts, parts_lse, shares) = where, all_parts
     warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    num_parts, positions, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
+    num_parts, positions, q_row, first_head, pack_log2 = (shares[cta, i] for i in range(SHARE_WORDS))
     row = piece if num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS + warp_idx
-    position, head = row // group, row % group
-    if position < cutlass.min(positions, cute.size(parts, mode=[0, 1])):
-        gO, gLSE = parts[(head, position), None, None], parts_lse[(head, position), None]  # (HEAD_DIM, slots), (slots,)
+    heads = cutlass.min(group, 1 << pack_log2)
+    position, head = row // heads, row % heads
+    if position < cutlass.min(positions, TILE_M >> pack_log2):
+        kept = (position << pack_log2) + head
+        gO, gLSE = parts[kept, None, None], parts_lse[kept, None]  # (HEAD_DIM, slots), (slots,)
         parts_of_row, place = (gO, gLSE, cta, num_parts), (q_row + position, first_head + head)
         if num_parts > PARTS_OF_WARP:
             add_up_row(parts_of_row, shared, outputs, place)
@@ -1576,7 +1593,7 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
             k, v, page_table = q[:, None, :heads_kv], q[:, None, :heads_kv], page_table[:, :0]
         seqused_q = no_lengths if seqused_q is None else seqused_q
         group = heads_q // heads_kv
-        packs_of_kv = group // (group & -group)  # at most
+        packs_of_kv = group // (group & -group)  # at most, of each sequence
         most_steps = (
             (total_q // POSITIONS + tables * packs_of_kv) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
         )

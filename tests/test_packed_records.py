@@ -477,6 +477,18 @@ def test_chunks_beside_steps_split_keys_by_tiles_of_kv_heads() -> None:
         )
 
 
+def test_groups_that_are_no_power_of_two_split_keys_beside_steps_however_even_they_are() -> None:
+    """Each that was measured for itself: other modules leave room for heads empty, or read keys for each head."""
+    prefill, chunk = record([300] * 400, {D128: 400.0}), [512, *[1] * 63]
+    speeds = {D128: 50.0, ANY: 100.0, CHUNKS: 150.0}
+    five, four = (record([8192] * 64, speeds, heads=heads, queries=chunk) for heads in ((10, 2), (8, 2)))
+    assert splitting_rows(prefill, four) == []
+    found = splitting_rows(prefill, five, four)
+    assert {str(row.group) for row in found} == {str(dispatch.AtMost(at_most=5, at_least=5))}
+    assert {row.module for row in found} == {CHUNKS}
+    assert splitting_rows(prefill, record([8192] * 64, speeds | {CHUNKS: 102.0}, heads=(10, 2), queries=chunk)) == []
+
+
 def test_few_queries_have_rows_for_groups_up_to_those_measured() -> None:
     """In modules whose tiles hold all heads of a group; a prefill of the family has rows as before."""
     prefill = record([300] * 400, {D128: 500.0, PACK4: 450.0})

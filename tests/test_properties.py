@@ -348,7 +348,7 @@ def check_sass(spec: Spec, plan: Plan) -> None:
         return
     if spec.split is not None:  # a part's O in float32 and LSE, and O and LSE of a row whose parts are added up
         written -= 32 * (spec.tile.q * spec.problem.v_dim // threads + lse_rows + 1) + 16
-        written -= 32 * splits.SHARE_WORDS * (spec.scheduler == "even")  # where a cut tile lies
+        written -= 32 * splits.share_words(spec) * (spec.scheduler == "even")  # where a cut tile lies
     if plan.scheduler.deals_rows:  # a lane's columns of a row that a warp adds up alone, and its LSE
         written -= spec.problem.v_dim // 32 * element + 32
     assert written == o_bits + 32 * lse_rows * spec.outputs.lse

@@ -285,7 +285,8 @@ def found_by_warp(
 
 
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
-DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys", "seen_before", "pack_log2_of")
+DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys", "seen_before", "packings_of", "room_log2")
+DIVISION += ("pack_log2_of", "tiles_of")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -458,16 +459,17 @@ def place_of(number: int, packs: int, group: int, pack: int) -> tuple[int, int]:
 def check_line(place_in_sequence: Any, spec: Spec, heads: int, group: int = 1) -> None:
     """Steps of a sequence: of each tile of queries all tiles of keys, or all whole parts of these, one at least.
 
-    Where calls decide how many heads of a `group` a tile holds, who looks for it is told how many these are.
+    Where its queries decide how many heads of a `group` a tile holds, who looks for it is told how many these are.
     """
     sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
     shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads * group, heads)
-    told = [group] * (spec.tile.group == "fitted")
-    order, positions = list(tile_order.taken(spec, shape)), tile_order.positions(tile_order.fitted(spec, shape))
+    order = list(tile_order.taken(spec, shape))
     found: list[tuple[int, int, int]] = []
     for number, (seq_q, seq_k) in enumerate(sequences):
+        own = tile_order.fitted(spec, shape, seq_q)
+        told = [own.tile.pack_heads.bit_length() - 1] * (spec.tile.group == "fitted")
         steps = max(-(-seq_k // (spec.tile.kv * tiles_of_step(spec))), 1)
-        for step in range(-(-seq_q // positions) * heads * steps):
+        for step in range(-(-seq_q // tile_order.positions(own)) * tile_order.head_tiles(own, shape) * steps):
             if spec.tile.kv_from == "window" or whole_parts(spec):  # the caller has to know how many there are
                 m_block, head, n_block = place_in_sequence(step, seq_q, steps)
             else:
@@ -489,10 +491,11 @@ def check_seen(stem: str, spec: Spec, heads: int) -> None:
     )
     for seq_q, seq_k in ((1, 0), (70, 900), (900, 70), (300, 300), (5, 64), (4500, 4500)):
         shape = PackedShape((seq_q,), (seq_k,), heads, heads)
-        rows, kv = tile_order.positions(tile_order.fitted(spec, shape)), spec.tile.kv
+        own = tile_order.fitted(spec, shape, seq_q)
+        rows, kv, pack_log2 = tile_order.positions(own), spec.tile.kv, own.tile.pack_heads.bit_length() - 1
         blocks = -(-seq_q // rows)
         before = [seen_before(block, seq_q, seq_k, rows, kv) for block in range(blocks + 1)]
-        assert before == [seen(block, seq_q, seq_k, rows) for block in range(blocks + 1)]
+        assert before == [seen(block, seq_q, seq_k, pack_log2) for block in range(blocks + 1)]
         assert steps_of(spec, shape) == before[-1] * heads
         for block, seen_tiles in enumerate(Problem(spec, shape).of_lengths[seq_q, seq_k]):
             steps, last = before[block + 1] - before[block], block == blocks - 1  # whose rows the sequence may end
@@ -500,8 +503,26 @@ def check_seen(stem: str, spec: Spec, heads: int) -> None:
         for head, block in itertools.product(range(heads), range(blocks)):
             steps = before[block + 1] - before[block]
             for step in {0, smaller(1, steps - 1), steps - 1}:
-                found = division["place_in_sequence"](head * before[-1] + before[block] + step, seq_q, seq_k, rows)
+                wanted = head * before[-1] + before[block] + step
+                found = division["place_in_sequence"](wanted, seq_q, seq_k, pack_log2)
                 assert found == (block, head, step, steps)
+
+
+def test_a_tile_holds_as_many_heads_as_the_modules_have() -> None:
+    """Of sequences of few and of many queries; and each pack, and each of its tiles, is counted."""
+    stems = [stem for stem in tiled_stems() if spec_of(stem).tile.group == "fitted"]
+    assert stems
+    for stem in stems:
+        spec, division = spec_of(stem), division_of(stem, Fake())
+        for group in range(1, spec.tile.pack_heads + 1):
+            together, apart = division["packings_of"](group)
+            for seq_q in (0, 1, 5, 9, 17, 33, 63, 64, 65, 127, 128, 129, 200, 253, 700, 5000):
+                shape = PackedShape((seq_q,), (seq_q,), 3 * group, 3)
+                own = tile_order.fitted(spec, shape, seq_q)
+                pack_log2 = division["pack_log2_of"](seq_q, group, together, apart)
+                assert 1 << pack_log2 == own.tile.pack_heads
+                assert max(group >> pack_log2, 1) == tile_order.packs_of_kv(own, shape)
+                assert division["tiles_of"](seq_q, pack_log2) == -(-seq_q // tile_order.positions(own))
 
 
 def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:

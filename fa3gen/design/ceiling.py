@@ -220,7 +220,7 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     tile is no part.
     """
     spec, shape = problem.spec, problem.shape
-    heads = min(shape.heads_q // max(shape.heads_kv, 1), spec.tile.pack_heads)
+    group = shape.heads_q // max(shape.heads_kv, 1)
     found: list[list[Part]] = []
     unit, even = tiles_of_step(spec), spec.scheduler == "even"
     share = share_of(spec, shape, sms, problem.num_splits) if even else 0
@@ -228,11 +228,15 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     in_order = list(tile_order.taken(spec, shape))
     for line in range(lines):
         room = 0  # shares are of one line
-        for entry in (entry for entry in in_order if entry.head % lines == line):
+        for entry in in_order:
             lengths = shape.sequences[entry.batch]
-            before, after = (steps_before(spec, shape, entry.m_block + x, lengths) for x in (0, 1))
+            own = problem.fitted(lengths)
+            if even and entry.head // tile_order.packs_of_kv(own, shape) % lines != line:
+                continue
+            before, after = (steps_before(own, shape, entry.m_block + x, lengths) for x in (0, 1))
             steps, end = after - before, problem.of_lengths[lengths][entry.m_block].end
-            rows = heads * min(tile_order.positions(spec), lengths[0] - entry.m_block * tile_order.positions(spec))
+            positions = tile_order.positions(own)
+            rows = min(group, own.tile.pack_heads) * min(positions, lengths[0] - entry.m_block * positions)
             cuts = [0]
             places: list[list[Part]] = []
             while cuts[-1] < steps:
@@ -245,9 +249,9 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
                 room -= taken
             if counts_seen(spec):
                 cuts = [*(min(cut, max(end, 1)) for cut in cuts[:-1]), max(end, 1)]
-            own = [(place, *cut) for place, cut in zip(places, pairwise(cuts), strict=True) if cut[0] < cut[1]]
-            for place, begin, behind in own:
-                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(own), rows))
+            parts = [(place, *cut) for place, cut in zip(places, pairwise(cuts), strict=True) if cut[0] < cut[1]]
+            for place, begin, behind in parts:
+                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(parts), rows))
     return found
 
 

@@ -19,7 +19,7 @@ from fa3gen.design import boxes, combining, footprint, gemm, quantizing
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
-from fa3gen.design.splits import SHARE_WORDS, kept_parts, whole_parts
+from fa3gen.design.splits import kept_parts, share_words, whole_parts
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import H200
@@ -330,7 +330,7 @@ def forward(spec: Forward) -> Operation:
     elif spec.scheduler == "even":
         # Of a CTA two parts at most, with LSE, and where the tile lies that it begins and another one ends.
         ctas = NUM_SMS if spec.tile.ctas_per_sm == 1 else NUM_CTAS
-        words = 2 * spec.tile.q * (spec.problem.v_dim + 1) + SHARE_WORDS
+        words = 2 * spec.tile.q * (spec.problem.v_dim + 1) + share_words(spec)
         left = ctas, Extent("cta_words", words)
         arguments.append(Scratch("workspace", FP32, left, "anything", ctas_per_sm=spec.tile.ctas_per_sm))
     elif spec.split is not None:

@@ -10,7 +10,7 @@ from fa3gen.base.wording import counted
 from fa3gen.design import footprint
 from fa3gen.design.family import Lengths, PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
-from fa3gen.design.tile_order import fitted, head_tiles, positions
+from fa3gen.design.tile_order import fitted, head_tiles, mean_queries, positions
 from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
@@ -23,11 +23,18 @@ KEYS_OF_PAGED_PARTS = {64: 512, 128: 384}
 # Bytes that O of all parts of a call may take, in float32, where these are added up by another kernel; else one CTA has
 # all keys of its queries, which gives the same bits.
 MOST_BYTES_OF_PARTS = 2**30
-# What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
-SHARE_WORDS = 4
 # Lines of keys that are read side by side, of a kv head or several each, at most: rows of as many heads are 512 bytes,
 # or more, and each further line may leave another CTA without work.
 MOST_LINES = 8
+
+
+def share_words(spec: Forward) -> int:
+    """What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
+
+    How many parts it has, how many of its positions exist, the first row and head; and how many heads it holds, where
+    that differs from tile to tile.
+    """
+    return 4 + (spec.tile.group == "fitted")
 
 
 def whole_parts(spec: Forward) -> bool:
@@ -111,9 +118,8 @@ def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: i
     ctas = spec.tile.ctas_per_sm
     if not asked:
         return num_sms * ctas
-    total_q = sum(seq_q for seq_q, _ in shape.sequences)
-    rows = positions(fitted(spec, shape))
-    return -(-shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), rows) // ctas) * ctas
+    total_q, mean = sum(seq_q for seq_q, _ in shape.sequences), fitted(spec, shape, mean_queries(shape))
+    return -(-shares_asked(asked, total_q, shape.batch, head_tiles(mean, shape), positions(mean)) // ctas) * ctas
 
 
 def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
@@ -122,7 +128,7 @@ def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
     One of each kv head, up to MOST_LINES, else as many as the largest power of two that divides them; one with fewer
     CTAs than that.
     """
-    heads = head_tiles(spec, shape)
+    heads = shape.heads_kv
     lines = heads if heads <= MOST_LINES else min(heads & -heads, MOST_LINES)
     return max(lines, 1) if lines <= num_shares(spec, shape, num_sms, asked) else 1
 
@@ -157,13 +163,15 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
 
     Tiles of keys, or whole parts where they are of so many keys; see `counts_seen` for other numbers.
     """
-    spec = fitted(spec, shape)
-    of_head = (steps_before(spec, shape, -(-lengths[0] // positions(spec)), lengths) for lengths in shape.sequences)
-    return sum(of_head) * head_tiles(spec, shape)
+    steps = 0
+    for lengths in shape.sequences:
+        own = fitted(spec, shape, lengths[0])
+        steps += steps_before(own, shape, -(-lengths[0] // positions(own)), lengths) * head_tiles(own, shape)
+    return steps
 
 
 def steps_before(spec: Forward, shape: Shape | PackedShape, m_block: int, lengths: Lengths) -> int:
-    """Those of the tiles of queries before this one, of one head of a sequence; `spec` is `fitted` for the call."""
+    """Those of the tiles of queries before this one, of one head of a sequence; `spec` is `fitted` for it."""
     if counts_seen(spec):
         return seen_before(m_block, *lengths, positions(spec), spec.tile.kv)
     return m_block * steps_of_tile(spec, shape, lengths[1])

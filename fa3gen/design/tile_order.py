@@ -38,7 +38,7 @@ def positions(spec: Forward) -> int:
 
 
 def packs(spec: Forward) -> tuple[int, ...]:
-    """How many query heads a tile may hold: one number, or where calls decide on it the powers of two up to that."""
+    """How many query heads a tile may hold: one number, or where sequences decide it the powers of two up to that."""
     most = spec.tile.pack_heads
     return tuple(1 << log2 for log2 in range(most.bit_length())) if spec.tile.group == "fitted" else (most,)
 
@@ -48,18 +48,25 @@ def fewest(numbers: Sequence[int], group: int) -> int:
     return next((heads for heads in numbers if heads >= group), numbers[-1])
 
 
-def fitted(spec: Forward, shape: Shape | PackedShape) -> Forward:
-    """The spec as it is for this call: where tiles hold as many heads as calls decide, with tiles of so many."""
+def fitted(spec: Forward, shape: Shape | PackedShape, seq_q: int) -> Forward:
+    """The spec as it is for a sequence of so many queries: with as many heads in a tile, where these decide it.
+
+    For more than one such spec stays what it is: of a sequence of few queries tiles may hold more heads.
+    """
     if spec.tile.group != "fitted":
         return spec
     group = max(shape.heads_q // max(shape.heads_kv, 1), 1)
-    rows = -(-sum(seq_q for seq_q, _ in shape.sequences) // max(shape.batch, 1))
-    pack = heads_in_a_tile(packs(spec), spec.tile.q, group, rows)
+    pack = heads_in_a_tile(packs(spec), spec.tile.q, group, seq_q)
     return spec.model_copy(update={"tile": spec.tile.model_copy(update={"pack_heads": pack})})
 
 
+def mean_queries(shape: Shape | PackedShape) -> int:
+    """Queries of a sequence in the mean, rounded up: all that a host knows of how many there are."""
+    return -(-sum(seq_q for seq_q, _ in shape.sequences) // max(shape.batch, 1))
+
+
 def heads_in_a_tile(packs: Sequence[int], tile_q: int, group: int, rows: int) -> int:
-    """Of the numbers of heads that a tile may hold the one for sequences of so many queries: `packs_of` of the modules.
+    """Of the numbers of heads that a tile may hold the one for so many queries: `pack_log2_of` of the modules.
 
     All heads of a kv head; or as many as leave no room for heads empty, where that takes fewer tiles, and two at least.
     """
@@ -78,11 +85,18 @@ def takes_group(spec: Forward, group: int) -> bool:
 
 
 def head_tiles(spec: Forward, shape: Shape | PackedShape) -> int:
-    """Tiles of the same positions: of each kv head as many as hold the query heads that share it."""
+    """Tiles of the same positions: of each kv head as many as hold the query heads that share it.
+
+    Where sequences decide how many a tile holds, `spec` is `fitted` for one.
+    """
     if spec.tile.group == "multiple":
         return shape.heads_q // spec.tile.pack_heads
-    spec = fitted(spec, shape)
     return shape.heads_kv * -(-shape.heads_q // (spec.tile.pack_heads * max(shape.heads_kv, 1)))
+
+
+def packs_of_kv(spec: Forward, shape: Shape | PackedShape) -> int:
+    """Packs of query heads that share a kv head, each in tiles of its own; `spec` is `fitted` for a sequence."""
+    return head_tiles(spec, shape) // max(shape.heads_kv, 1)
 
 
 def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
@@ -91,16 +105,17 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     `head` counts the heads that have tiles of their own: packs of query heads where tiles hold several. `batch` is the
     number of a sequence where these are packed, which is one behind the other in this order, too.
     """
-    spec, heads = fitted(spec, shape), head_tiles(spec, shape)
     if isinstance(shape, Shape) and not footprint.packed_sequences(spec):
-        yield from _of_batch(spec, shape.seq_q, shape.seq_k, heads, shape.batch)
+        yield from _of_batch(spec, shape.seq_q, shape.seq_k, head_tiles(spec, shape), shape.batch)
         return
-    before, together = 0, 1 if spec.order == "by_head" else heads
-    for first in range(0, heads, together or 1):
+    before, one_by_one = 0, spec.order == "by_head"
+    for first in range(head_tiles(spec, shape) if one_by_one else 1):
         for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
-            for entry in _of_batch(spec, seq_q, seq_k, together, 1):
+            own = fitted(spec, shape, seq_q)
+            together = 1 if one_by_one else head_tiles(own, shape)
+            for entry in _of_batch(own, seq_q, seq_k, together, 1):
                 yield Taken(before + entry.number, entry.m_block, first + entry.head, sequence)
-            before += -(-seq_q // positions(spec)) * together
+            before += -(-seq_q // positions(own)) * together
 
 
 def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:

@@ -416,7 +416,7 @@ class Problem:
     num_splits: int = 0  # parts of the keys that the call asks for
 
     def __post_init__(self) -> None:
-        """Refuse what the module refuses; have tiles hold as many heads as this call decides."""
+        """Refuse what the module refuses."""
         pack, shape, split = self.spec.tile.pack_heads, self.shape, self.spec.split
         if self.num_splits and (split is None or split.keys is not None):
             has = "does not split keys" if split is None else f"has parts of {split.keys} keys"
@@ -434,18 +434,20 @@ class Problem:
                 f"a tile of this module holds {pack} query heads of one kv head; give a multiple of "
                 f"{pack * shape.heads_kv} query heads, or fewer kv heads"
             )
-        object.__setattr__(self, "spec", tile_order.fitted(self.spec, shape))
 
     @cached_property
     def of_lengths(self) -> Mapping[Lengths, tuple[KeyTiles, ...]]:
         """The tiles of keys of each tile of queries of one head (or of the heads that share a tile), by lengths."""
-        positions = self.spec.tile.q // self.spec.tile.pack_heads
-        return {
-            lengths: tuple(
-                key_tiles(self.spec, lengths, block, self.shape.window) for block in range(-(-lengths[0] // positions))
-            )
-            for lengths in set(self.shape.sequences)
-        }
+        found = {}
+        for lengths in set(self.shape.sequences):
+            spec = self.fitted(lengths)
+            blocks = range(-(-lengths[0] // tile_order.positions(spec)))
+            found[lengths] = tuple(key_tiles(spec, lengths, block, self.shape.window) for block in blocks)
+        return found
+
+    def fitted(self, lengths: Lengths) -> Forward:
+        """The spec as it is for sequences of these lengths, which may decide how many heads a tile holds."""
+        return tile_order.fitted(self.spec, self.shape, lengths[0])
 
     @property
     def tiles(self) -> int:
@@ -472,9 +474,10 @@ class Problem:
         """Steps that the mask saves."""
         counts = Counter(self.shape.sequences).items()
         every = sum(
-            count * len(self.of_lengths[lengths]) * -(-lengths[1] // self.spec.tile.kv) for lengths, count in counts
+            count * self._heads(lengths) * len(self.of_lengths[lengths]) * -(-lengths[1] // self.spec.tile.kv)
+            for lengths, count in counts
         )
-        return every * self._heads - self.visited
+        return every - self.visited
 
     @property
     def steps_in_order(self) -> list[int]:
@@ -483,15 +486,16 @@ class Problem:
         order = tile_order.taken(self.spec, self.shape)
         return [self.of_lengths[sequences[entry.batch]][entry.m_block].visited for entry in order]
 
-    @property
-    def _heads(self) -> int:
+    def _heads(self, lengths: Lengths) -> int:
         """How many times the tiles of one head come in a sequence: heads that do not share a tile."""
-        return tile_order.head_tiles(self.spec, self.shape)
+        return tile_order.head_tiles(self.fitted(lengths), self.shape)
 
     def _sum(self, count: Callable[[KeyTiles], int]) -> int:
         """Over all tiles of queries."""
         counts = Counter(self.shape.sequences).items()
-        return self._heads * sum(times * sum(map(count, self.of_lengths[lengths])) for lengths, times in counts)
+        return sum(
+            times * self._heads(lengths) * sum(map(count, self.of_lengths[lengths])) for lengths, times in counts
+        )
 
     @cached_property
     def flops(self) -> float:

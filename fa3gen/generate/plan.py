@@ -118,13 +118,11 @@ class RowsPlan:
 class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
-    `padded`: some of these heads may not exist. `fitted`: how many a tile holds is decided by calls, one of `packs`;
-    `pack` is what the host, or the module, calls that, `pack_words` are those that say it of a tile (others fill
-    up a vector), `group_number` is which group of heads rows are of, `in_lines` are those that stand in lines,
-    `adding_warp` says which of the `adding_warps` adds up a share of a row's parts, `cut_short` bounds the
-    tiles of a kv head that sequences cut short, and positions of a tile are `positions`, `work_positions` where a work
-    item is known, `found_positions` where tiles are found, and `of_parts` where parts are, or where they are added up
-    `kept_positions`. `of_queries`: how many tiles hold a sequence's queries.
+    `padded`: some of these heads may not exist. `fitted`: how many a tile holds follows from how many queries its
+    sequence has, one of `packs`; `pack` is what the module calls that, `pack_words` are those that say it of a tile
+    (others fill up a vector), `rows_of_part` says which rows of a part exist, `adding_warp` which of the `adding_warps`
+    adds up a share of a row's parts, `cut_short` bounds the tiles of a kv head that sequences cut short, and positions
+    of a tile are `positions`, `work_positions` where a work item is known, and `most_positions` at most.
     `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
@@ -145,8 +143,6 @@ class TilePlan:
     packs: str
     pack: str
     pack_words: tuple[str, ...]
-    group_number: str
-    in_lines: str
     adding_warp: str
     adding_warps: str
     cut_short: str
@@ -159,10 +155,8 @@ class TilePlan:
     rows: str
     positions: str
     work_positions: str
-    of_parts: str
-    kept_positions: str
-    found_positions: str
-    of_queries: str
+    rows_of_part: str
+    most_positions: str
     head_tiles: str
     heads_told: str
     tiles_found: str
@@ -256,18 +250,18 @@ class ArgumentsPlan:
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited, `seen` the
     same of a work item, `keys` what has the tiles of keys that a consumer visits. Of packed sequences `sequences` is
-    what says where they lie, `bounds` where one does, and `looked_at` what a warp knows of 32 of them and of what comes
-    before. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps of its rows, and `lse_from`
-    what their LSE is made of. Of parts `summed` is what a warp that adds them up reads, `combined` what the kernel that
-    does takes, `combine_call` what it is given, and `row_outputs` what it needs to finish a row. `descales` are the
-    factors of q, k and v; with those of q and k what a call gives by `call_` and its name becomes `scaled`, which S is
-    multiplied by first, and `scales` has both where q has 8 bits. `normalize` is what brings O to its sums, `add_sink`
-    what a sink adds to these needs. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those
-    that products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
-    `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
-    (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of, in
-    `sums_before` the sum of O over the parts before. A part of a tile is given away and added to another by functions
-    that take `of_part`; it is that of a `giver`.
+    what says where they lie, `bounds` where one does, `seen_by_lane` what a lane keeps of one, and `looked_at` what a
+    warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax of a step takes, `rows` what a
+    thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them
+    up reads, `combined` what the kernel that does takes, `combine_call` what it is given, and `row_outputs` what it
+    needs to finish a row. `descales` are the factors of q, k and v; with those of q and k what a call gives by `call_`
+    and its name becomes `scaled`, which S is multiplied by first, and `scales` has both where q has 8 bits. `normalize`
+    is what brings O to its sums, `add_sink` what a sink adds to these needs. `accumulators` are a consumer's, of which
+    `only_acc_s` names S, `multiplied` those that products write; P V of `pv_columns` goes to `acc_pv`, and from there
+    into O by `promoted_by`. `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`,
+    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands
+    what products and sums are made of, in `sums_before` the sum of O over the parts before. A part of a tile is given
+    away and added to another by functions that take `of_part`; it is that of a `giver`.
     """
 
     factors: tuple[str, ...] = ()
@@ -285,6 +279,7 @@ class ArgumentsPlan:
     loaded_by: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
+    seen_by_lane: tuple[str, ...] = ()
     looked_at: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     consume: tuple[str, ...] = ()
@@ -548,7 +543,7 @@ class SchedulerPlan:
     waves_when_short: bool = False
     short_keys: int = tile_order.SHORT_KEYS
     wave_sms: int = tile_order.WAVE_SMS
-    share_words: int = splits.SHARE_WORDS
+    share_words: int = 0
     most_lines: int = splits.MOST_LINES
     by_head: bool = False
     split: bool = False
@@ -880,9 +875,7 @@ def _rows(spec: Forward) -> RowsPlan:
     numbered = footprint.paged(spec) or footprint.eight_bit_cache(spec) or footprint.eight_bits(spec)
     sequence, factor = "sequence" if numbered else "_", "work.sequence, work.head_kv"
     if spec.tile.group != "multiple":
-        of_heads = {"any": "(work.head, work.head_kv)", "fitted": "work.head // cute.size(mO, mode=[0, 0])"}.get(
-            spec.tile.group, "work.head_kv"
-        )
+        of_heads = {"any": "(work.head, work.head_kv)", "fitted": "heads"}.get(spec.tile.group, "work.head_kv")
         of_group = f"{of_heads}, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
         q = f"packed_rows_of(mQ, {queries})"
@@ -935,8 +928,6 @@ def _tile(spec: Forward) -> TilePlan:
         packs=str(tile_order.packs(spec)),
         pack="pack" if fitted else "PACK_HEADS",
         pack_words=("pack_log2" if fitted else "zero", *["zero"] * footprint.paged(spec)),
-        group_number="pack" if fitted else "head_kv",
-        in_lines="packs" if fitted else "heads_kv",
         adding_warp="warp_idx, COMBINE_WARPS" if splits.deals_rows(spec) else "warp_idx",
         adding_warps="warps" if splits.deals_rows(spec) else "COMBINE_WARPS",
         cut_short=_cut_short(spec),
@@ -944,11 +935,8 @@ def _tile(spec: Forward) -> TilePlan:
         rows="PACKED_M" if packed else "TILE_M",
         positions=positions,
         work_positions=positions.replace("pack_log2", "work.pack_log2"),
-        of_parts="TILE_M // pack" if fitted else "POSITIONS",
-        kept_positions="cute.size(parts, mode=[0, 1])" if fitted else "POSITIONS",
-        found_positions="positions" if fitted else "POSITIONS",
-        # Divided by a constant, which is a shift: nobody waits for it as for a division.
-        of_queries=f"cute.ceil_div({'seq_q << pack_log2_of(heads), TILE_M' if fitted else 'seq_q, POSITIONS'})",
+        rows_of_part="rows, work.pack_log2" if fitted else "rows",
+        most_positions="TILE_M >> apart" if fitted else "POSITIONS",
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
         tiles_found="heads_kv * packs" if any_group else "heads_q",
@@ -1031,6 +1019,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         waves_when_short=tile_order.waves_when_short(spec),
         counts_seen=splits.counts_seen(spec),
         deals_rows=splits.deals_rows(spec),
+        share_words=splits.share_words(spec) if spec.scheduler == "even" else 0,
     )
 
 
@@ -1129,6 +1118,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         loaded_by=(*pages, *work),
         sequences=_sequences(spec),
         bounds=bounds,
+        seen_by_lane=(*bounds, *["lane_log2"] * (spec.tile.group == "fitted")),
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [*given, *descales]), *work),

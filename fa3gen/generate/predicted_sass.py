@@ -81,7 +81,7 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
         # column of O and LSE of what is added up.
         columns = spec.tile.q * spec.problem.v_dim // footprint.computing_threads(spec)
         vectors = columns * (spec.o_element.bits + FP32.bits) // VECTOR_BITS
-        return {f"STG.{VECTOR_BITS}": vectors, "STG.32": 3 + splits.SHARE_WORDS, "STG.16": 1}
+        return {f"STG.{VECTOR_BITS}": vectors, "STG.32": 3 + splits.share_words(spec), "STG.16": 1}
     # LSE, the counter of tiles set back to zero, the flag of a part set and set back, and O by TMA.
     words = rows * spec.outputs.lse + footprint.draws_tiles(spec) + 2 * footprint.splits_tail(spec)
     stores = {"STG.32": words, "UTMASTG": o_boxes}
@@ -100,7 +100,7 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
         return {"STG.32": 2 * rows + 2, "STG.64": pairs}
     if spec.split is not None:
         # LSE of a part, and O in float32, two columns at a time; then a column of O and LSE of what is added up.
-        stores["STG.32"] += rows + 1 + splits.SHARE_WORDS * (spec.scheduler == "even")
+        stores["STG.32"] += rows + 1 + splits.share_words(spec) * (spec.scheduler == "even")
         stores["STG.64"] = rows * spec.problem.v_dim // lanes // footprint.FRAGMENT_COLUMNS
         stores["STG.16"] = 1
     if splits.deals_rows(spec):

@@ -393,8 +393,14 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     smaller group is among them: a tile of 4 heads, which is best for 4, reads the keys of 12 three times. Before all of
     them come those of a module that splits keys, of records where there was one. Decoding steps have very different
     numbers of keys, about which a call says nothing: records where all have about as many, so that nobody waits for the
-    longest, tell nothing of where it pays.
+    longest, tell nothing of where it pays. But of a group that is no power of two they do: other modules leave rows of
+    a chunk's tiles empty, or read the keys of a step once for each head, whatever keys there are. So each such group
+    that was measured has rows of its own first.
     """
+    for group in sorted({record.problem.group for record in records}):
+        alone = [record for record in records if record.problem.group == group and group & (group - 1)]
+        for row in _of_many_keys(family, alone, at_least=UNEVEN_GAIN):
+            yield row.model_copy(update={"group": AtMost(at_most=group, at_least=group)})
     of_uneven_keys = [record for record in records if _known_keys(record) > UNEVEN_KEYS * record.problem.seq_k]
     yield from _of_many_keys(family, of_uneven_keys, at_least=UNEVEN_GAIN)
     records = _without_split_keys(records)

@@ -161,9 +161,10 @@ class Tile(SpecModel):
     group: Literal["multiple", "at_most", "fitted", "any"] = Field(
         default="multiple",
         description="How many query heads share a kv head: a multiple of `pack_heads`, in tiles of as many; at most "
-        "as many, all of them in a tile, of which the other rows are padding; the same, fitted: a tile holds the least "
-        "power of two of heads that is enough, and the more positions of them; or any number, in tiles of as many, of "
-        "which the last one of a kv head has padding where fewer are left.",
+        "as many, all of them in a tile, of which the other rows are padding; the same, fitted to the queries of each "
+        "sequence: a tile holds the least power of two of heads that is enough, and the more positions of them, or of "
+        "many queries the largest that divides them; or any number, in tiles of as many, of which the last one of a "
+        "kv head has padding where fewer are left.",
     )
     ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
     transposers: Literal[2, 4] = Field(

@@ -1,4 +1,4 @@
-"""Tiles that hold as many heads as a call's groups have: each number of them right, and mistakes are reported."""
+"""Tiles that hold as many heads as suit a sequence's queries: each number of them right, and mistakes are reported."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ def module() -> Any:
 
 def case(group: int) -> packed_inputs.PackedCase:
     """Two tiles of a sequence, the second one cut short, and a sequence of one row, of two kv heads."""
-    rows = positions(fitted(spec(), PackedShape((1,), (1,), group, 1)))
+    rows = positions(fitted(spec(), PackedShape((1,), (1,), group, 1), 1))
     lengths = (rows + 2, 1), (spec().tile.kv + 5, 3)
     return packed_inputs.sequences(f"of {group}", "", *lengths, heads=(2 * group, 2), first=1, behind=2)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16])
 def test_each_group_has_the_fewest_heads_that_hold_it(group: int) -> None:
-    shape = PackedShape((1,), (1,), 2 * group, 2)
-    pack = fitted(spec(), shape).tile.pack_heads
+    pack = fitted(spec(), PackedShape((1,), (1,), 2 * group, 2), 1).tile.pack_heads
     assert pack in packs(spec()) and pack >= group and pack // 2 < group
     result = CpuPackedRunner(module(), spec(), seed=2, count=1).run_case(case(group))
     assert result.failures == ()
@@ -54,14 +53,28 @@ def chunks(group: int) -> packed_inputs.PackedCase:
     return packed_inputs.sequences(f"chunks of {group}", "", (rows,), (rows + 70,), heads=(group, 1), first=1, behind=2)
 
 
+def chunk_and_steps(group: int) -> packed_inputs.PackedCase:
+    """A chunk between steps, of two kv heads: tiles of a pack, the last one cut short, and tiles of all heads."""
+    rows = 2 * spec().tile.q // (group & -group) - 3
+    lengths = (1, rows, 2, 1), (300, rows + 70, 200, 9)
+    return packed_inputs.sequences(f"both of {group}", "", *lengths, heads=(2 * group, 2), first=1, behind=2)
+
+
 @pytest.mark.parametrize("group", [3, 5, 6, 12])
 def test_heads_that_leave_no_room_empty_have_tiles_of_their_own(group: int) -> None:
-    """Where queries are many, as many as the odd part of a group; where they are few, all heads are in a tile."""
-    many, few = PackedShape((900,), (900,), group, 1), PackedShape((1, 8), (9, 400), group, 1)
-    assert fitted(spec(), many).tile.pack_heads == group & -group < fitted(spec(), few).tile.pack_heads
-    assert head_tiles(spec(), many) == group // (group & -group) and head_tiles(spec(), few) == 1
+    """Of a sequence of many queries, as many as the odd part of a group; of one of few, all heads are in a tile."""
+    shape = PackedShape((900, 8), (900, 400), group, 1)
+    many, few = (fitted(spec(), shape, seq_q) for seq_q in shape.lengths_q)
+    assert many.tile.pack_heads == group & -group < few.tile.pack_heads
+    assert head_tiles(many, shape) == group // (group & -group) and head_tiles(few, shape) == 1
     result = CpuPackedRunner(module(), spec(), seed=2, count=1).run_case(chunks(group))
     assert result.failures == ()
+
+
+@pytest.mark.parametrize("group", [3, 5, 6, 12])
+@pytest.mark.parametrize("sms", [2, 9])
+def test_sequences_of_one_call_have_tiles_of_different_heads(group: int, sms: int) -> None:
+    assert failures(module(), chunk_and_steps(group), sms) == ()
 
 
 def failures(found: Any, case: packed_inputs.PackedCase, sms: int) -> tuple[str, ...]:
@@ -93,12 +106,12 @@ def test_more_ctas_than_threads_that_deal_rows_out() -> None:
 @pytest.mark.parametrize(
     ("group", "right", "wrong"),
     [
-        (4, "pack_log2 += cutlass.Int32(group > heads)", "pack_log2 += cutlass.Int32(group > 2 * heads)"),
+        (4, "log2 += cutlass.Int32(heads > room)", "log2 += cutlass.Int32(heads > 2 * room)"),
         (3, "if 1 << work.pack_log2 == pack:", "if 2 << work.pack_log2 == pack:"),
         (2, "row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2", "row % PACK_HEADS, row // PACK_HEADS"),
         (2, "(cutlass.Int32(tScS_rows[r, 0][0]) >> pack_log2)", "tScS_rows[r, 0][0] // PACK_HEADS"),
         (2, "diagonal + (TILE_M >> pack_log2)", "diagonal + POSITIONS"),
-        (2, "seen_before(cute.ceil_div(seq_q, positions),", "seen_before(cute.ceil_div(seq_q, 2 * positions),"),
+        (2, "(TILE_M >> pack_log2) - 1) >>", "(TILE_M >> pack_log2) // 2 - 1) >>"),
     ],
     ids=[
         "too few heads",
@@ -121,12 +134,16 @@ def test_mistakes_are_reported(group: int, right: str, wrong: str, tmp_path: Pat
     [
         ("n_end = n_blocks if step_end == steps else", "n_end = n_blocks if step_end > steps else"),
         ("step + cutlass.min(n_blocks, steps), share", "step + steps + 1, share"),
-        ("head, step = step // of_head, step % of_head", "head, step = step % of_head, step // of_head"),
-        ("pack // packs_of_kv, first + owner", "pack, first + owner"),
-        (
-            "work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  #",
-            "work.head_kv, work.q_begin, work.seq_q)  #",
-        ),
+        ("pack, step = step // of_pack, step % of_pack", "pack, step = step % of_pack, step // of_pack"),
+        ("        head = pack // packs\n", "        head = pack % packs\n"),
+        ("((pack - head * packs) << pack_log2)", "(pack - head * packs)"),
+        ("((head - head_kv * group, begin),", "((0, begin),"),
+        ("pack_log2 = cute.arch.shuffle_sync(lane_log2, owner)", "pack_log2 = lane_log2"),
+        ("steps = of_pack * cutlass.max(heads >> lane_log2, 1) * line_heads", "steps = of_pack * line_heads"),
+        ("q_begin, seq_q, *_), cut_log2 = tile, pack_log2", "q_begin, seq_q, *_), cut_log2 = tile, zero"),
+        ("kept = (position << pack_log2) + head", "kept = position * heads + head"),
+        ("rows = cutlass.min(group, 1 << pack_log2) *", "rows = cutlass.min(group, 1 << pack_log2) // 2 *"),
+        ("    heads = cutlass.min(group, 1 << pack_log2)\n", "    heads = 1 << pack_log2\n"),
         (
             "num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS",
             "num_parts > PARTS_OF_WARP + 8 else piece * COMBINE_WARPS",
@@ -140,8 +157,15 @@ def test_mistakes_are_reported(group: int, right: str, wrong: str, tmp_path: Pat
         "the last tile of keys",
         "how many parts there are",
         "heads and steps",
-        "keys of a pack",
+        "packs of a kv head",
+        "heads of a pack",
         "rows of a pack",
+        "heads of another sequence",
+        "steps of one pack",
+        "heads of a cut tile",
+        "rows of a part",
+        "half of the rows",
+        "rows of heads that there are not",
         "rows of many parts",
         "pieces of a tile",
         "pieces of the warps before",
@@ -152,5 +176,5 @@ def test_mistakes_are_reported(group: int, right: str, wrong: str, tmp_path: Pat
 def test_mistakes_in_shares_and_sums_are_reported(right: str, wrong: str, tmp_path: Path) -> None:
     assert source(STEM).count(right) == 1
     broken = mistaken(tmp_path, STEM, source(STEM).replace(right, wrong))
-    cases = (long_and_short(), 30), (chunks(5), 4), (chunks(6), 5), (chunks(3), 2)
+    cases = (long_and_short(), 30), (chunk_and_steps(5), 9), (chunk_and_steps(6), 7), (chunks(3), 2)
     assert any(failures(broken, case, sms) != () for case, sms in cases)

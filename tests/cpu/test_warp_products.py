@@ -75,8 +75,8 @@ def test_tiles_hold_as_many_queries_as_there_is_room_for() -> None:
     def tiles(group: int, queries: int) -> int:
         spec, shape = variants()[FITTED].spec, PackedShape((queries,), (1000,), group, 1)
         assert isinstance(spec, Forward)
-        rows = tile_order.positions(tile_order.fitted(spec, shape))
-        return tile_order.head_tiles(spec, shape) * -(-queries // rows)
+        own = tile_order.fitted(spec, shape, queries)
+        return tile_order.head_tiles(own, shape) * -(-queries // tile_order.positions(own))
 
     expected = {(4, 1): 1, (4, 4): 1, (4, 5): 2, (5, 2): 1, (5, 4): 2, (12, 1): 1, (12, 4): 4, (12, 8): 6, (16, 8): 8}
     assert {call: tiles(*call) for call in expected} == expected
@@ -86,7 +86,7 @@ def test_tiles_hold_as_many_queries_as_there_is_room_for() -> None:
 def drafts(group: int) -> packed_inputs.PackedCase:
     """Of two kv heads: drafts on keys that many CTAs share, without keys, without queries, and more queries than keys.
 
-    Of 12 heads 4 at a time have tiles of their own, see `packs_of`.
+    Of 12 heads 4 at a time have tiles of their own, see `pack_log2_of`.
     """
     lengths = (15, 2, 0, 7, 13), (1100, 0, 300, 129, 4)
     return packed_inputs.sequences(f"of {group}", "", *lengths, heads=(2 * group, 2), first=1, behind=2)
@@ -114,21 +114,20 @@ def test_drafts(stem: str, group: int) -> None:
 @pytest.mark.parametrize(
     ("group", "right", "wrong"),
     [
-        (4, "pack_log2 += cutlass.Int32(group > heads)", "pack_log2 += cutlass.Int32(group > 2 * heads)"),
+        (4, "log2 += cutlass.Int32(heads > room)", "log2 += cutlass.Int32(heads > 2 * room)"),
         (5, "if 1 << work.pack_log2 == pack:", "if 2 << work.pack_log2 == pack:"),
         (4, "row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2", "row % PACK_HEADS, row // PACK_HEADS"),
         (4, "(cutlass.Int32(tScS_rows[r, 0][0]) >> pack_log2)", "tScS_rows[r, 0][0] // PACK_HEADS"),
         (4, "diagonal + (TILE_M >> pack_log2)", "diagonal + POSITIONS"),
         (4, "m_start = work.m_block * (TILE_M >> work.pack_log2)", "m_start = work.m_block * POSITIONS"),
-        (4, "seq_q - m_block * positions, q_begin", "seq_q - m_block * POSITIONS, q_begin"),
-        (4, "q_begin + m_block * positions", "q_begin + m_block * POSITIONS"),
-        (4, "cutlass.min(rows, cute.size(parts, mode=[0, 1]))", "cutlass.min(rows, POSITIONS)"),
-        (12, "pack // packs_of_kv, first + owner", "pack, first + owner"),
-        (
-            12,
-            "work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  #",
-            "work.head_kv, work.q_begin, work.seq_q)  #",
-        ),
+        (4, "seq_q - positions, q_begin", "seq_q - m_block * POSITIONS, q_begin"),
+        (4, "q_begin + positions", "q_begin + m_block * POSITIONS"),
+        (4, "cutlass.min(rows, TILE_M >> pack_log2)", "cutlass.min(rows, POSITIONS)"),
+        (12, "head < 1 << pack_log2", "head < 16"),
+        (12, "row = (position << pack_log2) + head", "row = (position << 4) + head"),
+        (12, "        head = pack // packs\n", "        head = pack % packs\n"),
+        (12, "((head - head_kv * group, begin),", "((0, begin),"),
+        (12, "pack_log2 = cute.arch.shuffle_sync(lane_log2, owner)", "pack_log2 = lane_log2"),
     ],
     ids=[
         "too few heads",
@@ -140,8 +139,11 @@ def test_drafts(stem: str, group: int) -> None:
         "how many rows are added up",
         "which rows are added up",
         "one row added up of several",
+        "heads that the tile has not",
+        "rows of a part",
         "k of a pack",
         "O of a pack",
+        "heads of another sequence",
     ],
 )
 def test_mistakes_with_heads_are_reported(group: int, right: str, wrong: str, tmp_path: Path) -> None:
@@ -149,7 +151,13 @@ def test_mistakes_with_heads_are_reported(group: int, right: str, wrong: str, tm
     text, spec = render_variant(variant, CHECKOUT), variant.spec
     assert text.count(right) == 1 and isinstance(spec, Forward)
     broken = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert CpuPackedRunner(broken, spec, seed=3, count=1).run_case(drafts(group)).failures != ()
+
+    def reported(sms: int) -> bool:
+        """Which tiles are cut follows from how many CTAs there are."""
+        broken.cpu.settings = Settings(sms=sms)
+        return CpuPackedRunner(broken, spec, seed=3, count=1).run_case(drafts(group)).failures != ()
+
+    assert any(map(reported, (Settings().sms, 20)))
 
 
 def test_the_bits_of_128_elements_are_those_of_64(tmp_path: Path) -> None:
