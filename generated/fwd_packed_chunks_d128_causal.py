@@ -605,7 +605,7 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     `group` is what its lanes look at, see `look_at`: steps grow from one call to the next, so that the search goes on.
 
-    Returns where the tile lies, as TILE_WORDS lists it; heads in it, as an exponent of 2; the step's tile of keys, which
+    Returns where the tile lies, as TILE_WORDS lists it; heads in it, as an exponent of 2; its tile of keys, which
     may lie behind the last that its rows see; how many they see; how many steps it has; what the lanes look at.
     """
     *_, heads, _, _, _ = sequences
