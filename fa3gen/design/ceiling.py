@@ -226,11 +226,12 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     share = share_of(spec, shape, sms, problem.num_splits) if even else 0
     lines = num_lines(spec, shape, sms, problem.num_splits) if even else 1
     in_order = list(tile_order.taken(spec, shape))
+    fitted = {lengths: problem.fitted(lengths) for lengths in set(shape.sequences)}
     for line in range(lines):
         room = 0  # shares are of one line
         for entry in in_order:
             lengths = shape.sequences[entry.batch]
-            own = problem.fitted(lengths)
+            own = fitted[lengths]
             if even and entry.head // tile_order.packs_of_kv(own, shape) % lines != line:
                 continue
             before, after = (steps_before(own, shape, entry.m_block + x, lengths) for x in (0, 1))
@@ -249,9 +250,9 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
                 room -= taken
             if counts_seen(spec):
                 cuts = [*(min(cut, max(end, 1)) for cut in cuts[:-1]), max(end, 1)]
-            parts = [(place, *cut) for place, cut in zip(places, pairwise(cuts), strict=True) if cut[0] < cut[1]]
-            for place, begin, behind in parts:
-                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(parts), rows))
+            pieces = [(place, *cut) for place, cut in zip(places, pairwise(cuts), strict=True) if cut[0] < cut[1]]
+            for place, begin, behind in pieces:
+                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(pieces), rows))
     return found
 
 
