@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
+from fa3gen.design.family import Lengths
 from fa3gen.design.splits import (
     counts_seen,
     num_lines,
@@ -199,8 +201,7 @@ def dealt(tiles: Iterable[T], places: int, length: Callable[[T], float] = float)
     return taken
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of the keys of a tile of queries, or all: how many tiles of keys are visited, and of how many parts it is.
 
     `rows`: those of the tile that exist. A part of several is kept in float32 until all are added up.
@@ -225,19 +226,26 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     unit, even = tiles_of_step(spec), spec.scheduler == "even"
     share = share_of(spec, shape, sms, problem.num_splits) if even else 0
     lines = num_lines(spec, shape, sms, problem.num_splits) if even else 1
-    in_order = list(tile_order.taken(spec, shape))
-    fitted = {lengths: problem.fitted(lengths) for lengths in set(shape.sequences)}
-    for line in range(lines):
+    sequences = shape.sequences
+    fitted = {lengths: problem.fitted(lengths) for lengths in set(sequences)}
+    of_line: list[list[tile_order.Taken]] = [[] for _ in range(lines)]
+    for entry in tile_order.taken(spec, shape):
+        of_line[entry.head // tile_order.packs_of_kv(fitted[sequences[entry.batch]], shape) % lines].append(entry)
+
+    @cache
+    def of_tile(lengths: Lengths, m_block: int) -> tuple[int, int, int]:
+        """Its steps, behind which tile of keys its rows see none, its rows: alike for all heads of such sequences."""
+        own = fitted[lengths]
+        before, after = (steps_before(own, shape, m_block + x, lengths) for x in (0, 1))
+        positions = tile_order.positions(own)
+        rows = min(group, own.tile.pack_heads) * min(positions, lengths[0] - m_block * positions)
+        return after - before, problem.of_lengths[lengths][m_block].end, rows
+
+    for entries in of_line:
         room = 0  # shares are of one line
-        for entry in in_order:
-            lengths = shape.sequences[entry.batch]
-            own = fitted[lengths]
-            if even and entry.head // tile_order.packs_of_kv(own, shape) % lines != line:
-                continue
-            before, after = (steps_before(own, shape, entry.m_block + x, lengths) for x in (0, 1))
-            steps, end = after - before, problem.of_lengths[lengths][entry.m_block].end
-            positions = tile_order.positions(own)
-            rows = min(group, own.tile.pack_heads) * min(positions, lengths[0] - entry.m_block * positions)
+        for entry in entries:
+            lengths = sequences[entry.batch]
+            steps, end, rows = of_tile(lengths, entry.m_block)
             cuts = [0]
             places: list[list[Part]] = []
             while cuts[-1] < steps:

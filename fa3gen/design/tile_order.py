@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
@@ -22,8 +22,7 @@ PARTS, STEPS_SAVED = 8, 4
 LONGEST_HALVES = 3
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """A tile of queries in the order in which tiles are taken."""
 
     number: int
