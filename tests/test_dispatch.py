@@ -300,8 +300,8 @@ def test_a_band_that_the_next_larger_one_serves_has_no_rows() -> None:
 
 
 def test_decoding_steps_do_not_share_their_rows_with_drafts() -> None:
-    """Of dense tensors, too: up to four queries by their own records, up to 16 by all."""
-    step = record(1, {"small": 10.0, "decode": 11.0}, split="decode", seq_k=4096)
+    """Of dense tensors, too: up to four queries, and up to 16, each by their own records."""
+    step = record(1, {"small": 10.0, "decode": 40.0}, split="decode", seq_k=4096)
     draft = record(8, {"small": 90.0, "decode": 70.0}, split="decode", seq_k=4096)
     for records, wanted in (
         ([step, draft], [(4, "decode"), (16, "small")]),

@@ -228,11 +228,10 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
     modules that split keys, and whose tiles have room for all heads of a kv head, serve best; of packed sequences such
     modules alone count, see `_where_nobody_waits`. Where drafts of more than SHORT_DRAFT were measured, rows are for up
-    to as many and above: there, of packed ones, for the very groups that were measured first, and of dense ones by all
-    records of few queries. Behind these come rows for as few in the mean, for chunks of prompts beside decoding steps:
-    by multiples of groups that were measured, for one head of its own, and for any group. Before these, and before
-    those for many queries, come rows of modules that split keys, for more keys than so many; the others are made of all
-    records, without these.
+    to as many and above: there, of packed ones, for the very groups that were measured first. Behind these come rows
+    for as few in the mean, for chunks of prompts beside decoding steps: by multiples of groups that were measured, for
+    one head of its own, and for any group. Before these, and before those for many queries, come rows of modules that
+    split keys, for more keys than so many; the others are made of all records, without these.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -456,8 +455,8 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
         for measured, queries in ((drafts, DRAFT), (long, FEW_QUERIES)):
             yield from _of_long_drafts(family, measured, queries)
             yield from _of_few(family, measured, queries, long=True)
-    elif long:  # few, and all of one number of keys: what steps have taken on others says more of these
-        yield from _of_few(family, records, FEW_QUERIES)
+    else:
+        yield from _of_few(family, long, FEW_QUERIES)
 
 
 def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | PackedResult]:
