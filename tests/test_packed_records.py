@@ -27,6 +27,7 @@ PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
 CHUNKS, WIDE = "fwd_packed_chunks_d128_causal", "fwd_packed_chunks_wide_d128_causal"
+SMALL = "fwd_packed_chunks_small_d128_causal"
 SPLITTING = ((2048, 50.0), (4096, 90.0), (8192, 150.0), (32768, 300.0))  # keys, and how fast, beside 100
 ANY, PACK1 = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_mixed_pack1_d128_causal"
 MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
@@ -147,9 +148,11 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
     lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS)
     mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
-    large = {CHUNKS, WIDE}
-    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1} | large
-    assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == {D128, ANY, PACK1} | large
+    for_chunks = {CHUNKS, WIDE, SMALL}
+    assert (
+        mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1} | for_chunks
+    )
+    assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == {D128, ANY, PACK1} | for_chunks
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
     stems = {variant.stem for variant in packed_cells.packed_modules(CHECKOUT) if variant.spec.order == "by_head"}
     assert set().union(*mixed.values()) >= stems >= {ANY, PACK1, MIXED, MIXED_64ROWS}
@@ -166,8 +169,8 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
 
 def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS, WIDE}
-    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS, WIDE}
+    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS, WIDE, SMALL}
+    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS, WIDE, SMALL}
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
     lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
     lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
@@ -178,7 +181,7 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
 
 def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    every = {D128, PACK4, EVEN, CHUNKS, WIDE, MIXED, ANY, PACK1}
+    every = {D128, PACK4, EVEN, CHUNKS, WIDE, SMALL, MIXED, ANY, PACK1}
     assert cells["bf16 d128 causal packed chunk128_on_700, heads 32/8"] == every
     assert cells["bf16 d128 causal packed draft_of_8_on_1k, heads 10/2"] == every - {PACK4, MIXED}  # of 4 heads, or 8
     for name, (lengths_q, lengths_k) in packed_cells.SHORT_LENGTHS.items():
@@ -288,6 +291,15 @@ def test_longer_drafts_have_rows_of_their_own() -> None:
     assert [row.group for row in found if row.seq_q == dispatch.Region(up_to=16)] == [
         dispatch.AtMost(at_most=most) for most in (4, 8, 16)
     ]
+
+
+def test_rows_for_more_queries_than_were_measured_name_modules_of_large_tiles() -> None:
+    """Twice as many queries are two of the small tiles, each of which reads all keys."""
+    step = record([4096] * 8, {D128: 10.0, EVEN: 90.0}, queries=[1] * 8)
+    draft = record([4096] * 8, {D128: 50.0, CHUNKS: 90.0, SMALL: 100.0}, queries=[8] * 8)
+    found = dispatch_table.rows_from_records([record([300] * 400, {D128: 400.0}), step, draft])
+    few = {(row.seq_q.up_to, row.module) for row in found if row.seq_q}
+    assert few == {(4, EVEN), (8, SMALL), (16, CHUNKS)}
 
 
 def test_longer_drafts_have_rows_for_the_very_groups_that_were_measured() -> None:

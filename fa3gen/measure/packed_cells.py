@@ -236,8 +236,10 @@ def _by_head(variant: Variant[Forward]) -> bool:
 
 
 def _for_chunks(variant: Variant[Forward]) -> bool:
-    """Whether it splits keys and has tiles of more rows than a decoding step has."""
-    return variant.spec.split is not None and variant.spec.tile.q > 64
+    """Whether it splits keys and has tiles that the queries of a chunk fill: of more rows than a decoding step has, or
+    of as many, and fewer heads where there are more queries."""
+    tile = variant.spec.tile
+    return variant.spec.split is not None and tile.q >= (64 if tile.group == "fitted" else 128)
 
 
 def _families_of_calls(families: Iterable[Family]) -> list[Family]:

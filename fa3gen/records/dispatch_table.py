@@ -464,8 +464,8 @@ def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | Packe
 
     There all wait for the longest sequence, and how much longer it is a call does not say. Where all are equally long,
     as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them; of
-    few such tiles, where rows are for more `queries` than were measured, modules count that hold the heads of 16, since
-    small tiles read the keys of more queries once more.
+    few such tiles, where rows are for more `queries` than were measured, modules count that hold the heads of 16, in
+    tiles of the most rows, since small ones read the keys of more queries once more.
     """
     long = _is_long(record)
     if not isinstance(record, PackedRecord) or (long and _load(record) > BANDS[-1]):
@@ -473,7 +473,8 @@ def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | Packe
     split = [result for result in record.results if result.spec.get("split")]
     large = long and _most_queries(record) < queries
     fitted = [result for result in split if result.spec["tile"]["group"] == "fitted"] if large else []
-    return fitted or split or record.results
+    most = max((result.spec["tile"]["q"] for result in fitted), default=0)
+    return [result for result in fitted if result.spec["tile"]["q"] == most] or split or record.results
 
 
 def _is_long(record: Record) -> bool:
