@@ -313,6 +313,19 @@ def test_decoding_steps_do_not_share_their_rows_with_drafts() -> None:
         assert [(row.seq_q.up_to, row.module) for row in rows if row.seq_q and row.group == one] == wanted
 
 
+def test_dense_drafts_between_measured_bands_go_with_more_tiles() -> None:
+    """Steps go with fewer, where it pays to split keys."""
+    speeds = {0.1: {"small": 10.0, "decode": 40.0}, 1.5: {"small": 90.0, "decode": 70.0}}
+    for queries, edges in ((1, [(1.0, "decode"), (None, "small")]), (8, [(0.25, "decode"), (None, "small")])):
+        few = [record(queries, found, split="decode", seq_k=4096, tiles=tiles) for tiles, found in speeds.items()]
+        steps = [record(1, {"small": 10.0, "decode": 40.0}, split="decode", seq_k=4096, tiles=0.1)] * (queries > 1)
+        rows = dispatch_table.rows_from_records([record(4096, {"small": 500.0}), *few, *steps])
+        own = [
+            row for row in rows if row.seq_q == dispatch.Region(up_to=16) and row.group == dispatch.AtMost(at_most=1)
+        ]
+        assert [(row.tiles_per_sm and row.tiles_per_sm.up_to, row.module) for row in own] == edges
+
+
 def test_records_without_a_module_in_common_are_refused() -> None:
     twice = [record(512, {"a": 1.0}), record(512, {"bb": 1.0}, gpu="NVIDIA H100")]
     with pytest.raises(UserError, match="no module was measured in all tuning records of 512x512; 512x512, and"):

@@ -455,8 +455,8 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
         for measured, queries in ((drafts, DRAFT), (long, FEW_QUERIES)):
             yield from _of_long_drafts(family, measured, queries)
             yield from _of_few(family, measured, queries, long=True)
-    else:
-        yield from _of_few(family, long, FEW_QUERIES)
+    else:  # the smallest band reaches down to a single tile, which tells little of one between the bands measured
+        yield from _of_few(family, long, FEW_QUERIES, fill_up=False)
 
 
 def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | PackedResult]:
@@ -519,8 +519,10 @@ def _ends(row: Row, records: Sequence[Record]) -> dict[str, Region | Load | None
     return {"tiles_per_sm": load, "seq_k": row.seq_k or Region(up_to=2 * longest)}
 
 
-def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bool = False) -> Iterator[Row]:
-    """The rows of these records, for up to so many queries; `long`: they are of longer drafts."""
+def _of_few(
+    family: Family, records: Sequence[Record], queries: int, *, long: bool = False, fill_up: bool = True
+) -> Iterator[Row]:
+    """The rows of these records, for up to so many queries; `long`: they are of longer drafts. `fill_up`: see `_rows`."""
     room = max((_most_heads(result.spec) for record in records for result in record.results), default=0)
     groups = sorted({record.problem.group for record in records if record.problem.group <= room})
     for at_most in (*groups, *[room] * bool(groups)):
@@ -530,7 +532,7 @@ def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bo
         able = [each for each in records if fewest <= each.problem.group <= last]
         cells = [_Cell(each, at_most=at_most, padded=at_most > last, queries=queries) for each in able]
         own = {"seq_q": Region(up_to=queries), "group": AtMost(at_most=at_most)}
-        for row in _rows(family, cells, fill_up=True):
+        for row in _rows(family, cells, fill_up=fill_up):
             yield row.model_copy(update=own)
 
 
