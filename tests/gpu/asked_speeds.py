@@ -2,12 +2,12 @@
 
     python tests/gpu/asked_speeds.py [SECTION...] [--drawn N] [--seed S] [--list]    with a Hopper GPU, from a checkout
 
-times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, from
-CUDA graphs in rounds of shuffled order, in one process. Sections: packed, paged, windows, decode, mixed, cache8, fp8,
-and drawn: calls of serving engines at random (drafts, chunks of prompts, chunks beside steps), the same ones for a
-seed. First all modules that the calls take are compiled, as many at once as there are cores; --list ends behind that.
-A line for each call has microseconds, and the ratios of speeds that the section is about; behind them come geometric
-means, the least, and how many are below what is asked.
+times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, for 8
+bits with the package nvidia-cudnn-frontend, from CUDA graphs in rounds of shuffled order, in one process. Sections:
+packed, paged, windows, decode, mixed, cache8, fp8, and drawn: calls of serving engines at random (drafts, chunks of
+prompts, chunks beside steps), the same ones for a seed. First all modules that the calls take are compiled, as many at
+once as there are cores; --list ends behind that. A line for each call has microseconds, and the ratios of speeds that
+the section is about; behind them come geometric means, the least, and how many are below what is asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """cuDNN's attention of 8 bits, by its frontend (package nvidia-cudnn-frontend): torch's SDPA takes no such tensors.
 
-On Hopper it writes O in 8 bits as well, and adds up P V in the tensor core alone. The operation: "SDPA FP8 forward" of
+On Hopper it writes O in 8 bits as well. The operation: "SDPA FP8 forward" of
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html.
 """
 
