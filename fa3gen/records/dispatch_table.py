@@ -522,7 +522,7 @@ def _ends(row: Row, records: Sequence[Record]) -> dict[str, Region | Load | None
 def _of_few(
     family: Family, records: Sequence[Record], queries: int, *, long: bool = False, fill_up: bool = True
 ) -> Iterator[Row]:
-    """The rows of these records, for up to so many queries; `long`: they are of longer drafts. `fill_up`: see `_rows`."""
+    """The rows of these records, for up to so many queries; `long`: of longer drafts; `fill_up`: see `_rows`."""
     room = max((_most_heads(result.spec) for record in records for result in record.results), default=0)
     groups = sorted({record.problem.group for record in records if record.problem.group <= room})
     for at_most in (*groups, *[room] * bool(groups)):
