@@ -75,6 +75,15 @@ def code() -> str:
     return " ".join("\n".join([*map(source, STEMS), *EXAMPLES]).split())
 
 
+def occurs(span: str, text: str) -> bool:
+    """Whether the piece of code stands somewhere as it is, and not as a part of longer words.
+
+    A pattern that begins with what stands before it would be tried at every character of all modules.
+    """
+    found = re.finditer(rf"{re.escape(span)}(?!\w)", text)
+    return any(re.match(r"\w", text[place.start() - 1 : place.start()]) is None for place in found)
+
+
 def unknown(prose: str) -> list[str]:
     """Pieces of code in a text that are in no module and no example; layouts may have spaces or not."""
     layouts = "".join("".join(EXAMPLES).split())
@@ -84,7 +93,7 @@ def unknown(prose: str) -> list[str]:
         for span in spans
         if span not in THE_FILE
         and not re.fullmatch(rf"fa3gen ({'|'.join(COMMANDS)}) \w+", span)
-        and re.search(rf"(?<!\w){re.escape(span)}(?!\w)", code()) is None
+        and not occurs(span, code())
         and not (set(span) <= set("0123456789(),:<>S ") and span.replace(" ", "") in layouts)
     ]
 

@@ -112,13 +112,13 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def test_contributors_are_told_what_ci_runs() -> None:
-    """The commands after the README's test command; CI starts two of them first and waits for them last."""
+    """The commands after the README's test command; CI starts one of them first and waits for it last."""
     ran = (ROOT / ".ci/run").read_text(encoding="utf-8").partition("set -x\n")[2].split("\n")
     told = [block for block in re.findall(r"```bash\n(.*?)```", CONTRIBUTING, flags=re.DOTALL) if "mypy" in block]
-    assert all(line.count(" &") == (following in ("types=$!", "pages=$!")) for line, following in pairwise(ran))
-    waited_for = ("types=$!", "pages=$!", 'wait "$types"', 'wait "$pages"')
+    assert all(line.count(" &") == (following == "types=$!") for line, following in pairwise(ran))
+    waited_for = ("types=$!", 'wait "$types"')
     commands = {line.removesuffix(" &") for line in ran if line and line not in waited_for}
-    assert ran[-3:] == [*waited_for[2:], ""]
+    assert ran[-2:] == [waited_for[1], ""]
     assert [{line.partition("#")[0].strip() for line in block.splitlines()} for block in told] == [commands]
 
 
