@@ -23,6 +23,7 @@ from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 from fa3gen.run.equal_lengths import can_be_packed
 
 How = tuple[int, int | None, bool]  # it is computed: num_splits, split_keys, deterministic_batch
+STEP_QUERIES = 4  # of a sequence: more are drafts, of which not all calls begin early, see `_begins_early`
 
 
 def _explain(
@@ -126,7 +127,8 @@ def attention(
             (batch, heads_q, seq_q) float32; of dense tensors taken as packed ones a view that is not contiguous.
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
             the end of the kernel before on this stream, once that one allows it. Results are the same. None: where keys
-            come in parts. It says nothing to other modules, and to calls that torch.compile or a dispatch mode sees.
+            come in parts, but for drafts of 5 to 16 queries of head dim 64, which it slows down. It says nothing to
+            other modules, and to calls that torch.compile or a dispatch mode sees.
         deterministic_batch: O and LSE of a row are the same bits whatever other sequences, heads or queries the call
             has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
@@ -178,22 +180,26 @@ def attention(
         serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
     if scaled or sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
-        named |= {"enable_pdl": True} if _begins_early(serving, enable_pdl) else {}
+        named |= {"enable_pdl": True} if _begins_early(serving, enable_pdl, q.shape[1] > STEP_QUERIES) else {}
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
-    if _begins_early(serving, enable_pdl):
+    if _begins_early(serving, enable_pdl, q.shape[1] > STEP_QUERIES):
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
 
 @functools.cache
-def _begins_early(attention: Attention, asked: bool | None) -> bool:
+def _begins_early(attention: Attention, asked: bool | None, drafts: bool) -> bool:
     """Whether a launch is dependent: as asked, where the module knows of that; of itself where keys come in parts.
 
-    Nothing was slower for it there. Of modules without parts, in chains of launches, one was, in one case of 24.
+    Nothing was slower for it there at head dim 128. At 64, where CTAs share an SM, drafts have 0.90 of the speed so, in
+    the mean of 56 calls. Of modules without parts, in chains of launches, one was slower, in one case of 24.
     """
     if "enable_pdl" not in inspect.signature(attention).parameters:
         return False
-    return "combine_kernel" in inspect.unwrap(attention).__globals__ if asked is None else asked
+    if asked is not None:
+        return asked
+    names = inspect.unwrap(attention).__globals__
+    return "combine_kernel" in names and not (drafts and names.get("CTAS_PER_SM", 1) > 1)
 
 
 def _asked(
