@@ -209,7 +209,7 @@ def launch(
     scale: cutlass.Float32,
     stream,
 ):
-    """Describe the tensors to the TMA unit, start one CTA per SM, which share all keys evenly, and add up parts."""
+    """Describe the tensors to the TMA unit, start CTAS_PER_SM CTAs per SM, which share all keys, and add up parts."""
     (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
     mQ, mK, mV = clipped(q), clipped(k), clipped(v)  # (MOST_ROWS, HEAD_DIM, heads, FAR, FAR)
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)

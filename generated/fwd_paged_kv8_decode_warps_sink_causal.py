@@ -225,7 +225,7 @@ def launch(
     scale: cutlass.Float32,
     stream,
 ):
-    """Describe the tensors to the TMA unit, start one CTA per SM, which share all keys evenly, and add up parts."""
+    """Describe the tensors to the TMA unit, start CTAS_PER_SM CTAs per SM, which share all keys, and add up parts."""
     (total_q, heads_q, _), (_, page_size, heads_kv, _) = q.shape, k.shape
     mQ = clipped(q)  # (MOST_ROWS, HEAD_DIM, heads_q, FAR, FAR)
     (mK, steps_K), (mV, steps_V) = in_pages(k), in_pages(v)  # (MOST_ROWS, HEAD_DIM, pages, FAR, FAR)

@@ -171,7 +171,7 @@ def test_each_place_takes_the_next_tile_when_it_is_through() -> None:
 
 
 def test_a_kernel_of_packed_sequences_may_have_two_ctas_for_each_sm() -> None:
-    found = ceiling.occupancy(spec("fwd_packed_short_d64"))
+    found = ceiling.occupancy(spec("fwd_packed_short_d64_causal"))
     assert found.ctas == 2 and "launch: 2 per SM" in found.limited_by
 
 

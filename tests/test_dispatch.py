@@ -300,13 +300,16 @@ def test_a_band_that_the_next_larger_one_serves_has_no_rows() -> None:
 
 
 def test_decoding_steps_do_not_share_their_rows_with_drafts() -> None:
-    """Of dense tensors, too: up to four queries, and up to 16, each by their own records."""
+    """Of dense tensors, too: up to four queries, up to eight, and up to 16, each by their own records."""
     step = record(1, {"small": 10.0, "decode": 40.0}, split="decode", seq_k=4096)
     draft = record(8, {"small": 90.0, "decode": 70.0}, split="decode", seq_k=4096)
+    longer = record(16, {"small": 90.0, "decode": 120.0}, split="decode", seq_k=4096)
     for records, wanted in (
         ([step, draft], [(4, "decode"), (16, "small")]),
         ([step], [(16, "decode")]),
         ([draft], [(16, "small")]),
+        ([draft, longer], [(8, "small"), (16, "decode")]),
+        ([step, longer], [(4, "decode"), (16, "decode")]),
     ):
         rows = dispatch_table.rows_from_records([record(4096, {"small": 500.0}), *records])
         one = dispatch.AtMost(at_most=1)

@@ -468,7 +468,7 @@ def test_tiles_of_packed_sequences_are_dealt_out_in_their_order() -> None:
 
 
 def test_ctas_that_share_an_sm_deal_out_to_more_places() -> None:
-    module = spec("fwd_packed_short_d64")
+    module = spec("fwd_packed_short_d64_causal")
     problem = Problem(module, PackedShape((64,) * 300, (128,) * 300, 1, 1))
     found = simulation.deal(problem, simulation.times_of(module, chips.H200), chips.H200)
     assert simulation.settings_of(module).ctas == 2

@@ -450,13 +450,15 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """
     short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
+    drafts = [record for record in long if _most_queries(record) <= DRAFT]
     if family.layout != "dense":
-        drafts = [record for record in long if _most_queries(record) <= DRAFT]
         for measured, queries in ((drafts, DRAFT), (long, FEW_QUERIES)):
             yield from _of_long_drafts(family, measured, queries)
             yield from _of_few(family, measured, queries, long=True)
     else:  # the smallest band reaches down to a single tile, which tells little of one between the bands measured
-        yield from _of_few(family, long, FEW_QUERIES, fill_up=False)
+        longer = [record for record in long if _most_queries(record) > DRAFT]
+        yield from _of_few(family, drafts if longer else (), DRAFT, fill_up=False)
+        yield from _of_few(family, longer or drafts, FEW_QUERIES, fill_up=False)
 
 
 def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | PackedResult]:
