@@ -912,6 +912,10 @@ def test_few_queries_have_rows_of_their_own() -> None:
     for queries, heads in ((17, (32, 8)), (1, (32, 1)), (4096, (32, 8))):  # 32 heads are more than a tile has room for
         assert not chosen(queries, 8192, 4, heads).startswith("fwd_decode"), (queries, heads)
     assert not chosen(1, 128, 1, (16, 16)).startswith("fwd_decode")  # as measured: a CTA each is faster
+    # Drafts have the tiles that hold all their queries of a group, where there are such.
+    drafts = ((16, (32, 8), "pack4"), (8, (64, 8), "pack8"), (8, (128, 8), "wide"), (4, (32, 8), "d128_causal"))
+    for queries, heads, tile in drafts:
+        assert chosen(queries, 4096, 16, heads).startswith(f"fwd_decode_{tile}"), (queries, heads)
 
 
 def test_the_same_bits_in_any_batch_come_from_one_module() -> None:

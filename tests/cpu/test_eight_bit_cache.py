@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(stem: str, tmp_
     wide = load_on_cpu(path_of(tmp_path, "wide", render_variant(twin, CHECKOUT)))
     narrow, dim = module(stem), twin.spec.problem.head_dim
     page = PAGE if twin.spec.problem.layout == "paged" else None
-    for sms in (3, 1):  # keys of few queries are cut elsewhere
+    for sms in (3, 1) if twin.spec.split else (3,):  # keys of few queries are cut elsewhere
         wide.cpu.settings = narrow.cpu.settings = Settings(sms=sms)
         expected = call(wide.attention, torch.bfloat16, dim, page)
         found = call(narrow.attention, torch.float8_e4m3fn, dim, page)
