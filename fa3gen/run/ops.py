@@ -18,12 +18,11 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import FEW_QUERIES, ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, SHORT_DRAFT, ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 from fa3gen.run.equal_lengths import can_be_packed
 
 How = tuple[int, int | None, bool]  # it is computed: num_splits, split_keys, deterministic_batch
-STEP_QUERIES = 4  # of a sequence: more are drafts, of which not all calls begin early, see `_begins_early`
 
 
 def _explain(
@@ -178,11 +177,12 @@ def attention(
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
+    early = _begins_early(serving, enable_pdl, q.shape[1] > SHORT_DRAFT)
     if scaled or sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
-        named |= {"enable_pdl": True} if _begins_early(serving, enable_pdl, q.shape[1] > STEP_QUERIES) else {}
+        named |= {"enable_pdl": True} if early else {}
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
-    if _begins_early(serving, enable_pdl, q.shape[1] > STEP_QUERIES):
+    if early:
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
