@@ -195,22 +195,20 @@ def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monke
         asked.append(enable_pdl)
         return expected(q, k, v, **options)
 
-    def served(queries: int, **names: Any) -> list[Any]:
+    def served(**names: Any) -> list[Any]:
         """What a module of these names is told where calls say nothing, no and yes."""
         serving = FunctionType(attention.__code__, {**globals(), **names}, closure=attention.__closure__)
         serving.__kwdefaults__ = attention.__kwdefaults__
         monkeypatch.setattr(ops, "_serving", lambda *call: serving)
         asked.clear()
         for options in ({}, {"enable_pdl": False}, {"enable_pdl": True}):
-            few = q[:, :queries]
-            assert fa3gen.attention(few, k, v, **options).equal(expected(few, k, v))
+            assert fa3gen.attention(q, k, v, **options).equal(expected(q, k, v))
         return list(asked)
 
-    assert served(4) == [usual, usual, True]
-    # With parts of the keys to add up it is so unless asked otherwise, but for drafts where CTAs share an SM.
-    parts: dict[str, Any] = {"combine_kernel": None}
-    assert served(4, **parts) == served(4, **parts, CTAS_PER_SM=2) == served(5, **parts) == [True, usual, True]
-    assert served(5, **parts, CTAS_PER_SM=2) == [usual, usual, True]
+    assert served() == [usual, usual, True]
+    # With parts of the keys to add up it is so unless asked otherwise, but not where CTAs share an SM.
+    assert served(combine_kernel=None) == served(combine_kernel=None, CTAS_PER_SM=1) == [True, usual, True]
+    assert served(combine_kernel=None, CTAS_PER_SM=2) == [usual, usual, True]
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])

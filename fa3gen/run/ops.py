@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import FEW_QUERIES, SHORT_DRAFT, ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 from fa3gen.run.equal_lengths import can_be_packed
 
@@ -126,8 +126,8 @@ def attention(
             (batch, heads_q, seq_q) float32; of dense tensors taken as packed ones a view that is not contiguous.
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
             the end of the kernel before on this stream, once that one allows it. Results are the same. None: where keys
-            come in parts, but for drafts of 5 to 16 queries of head dim 64, which it slows down. It says nothing to
-            other modules, and to calls that torch.compile or a dispatch mode sees.
+            come in parts, but at head dim 64, where it slows calls down. It says nothing to other modules, and to calls
+            that torch.compile or a dispatch mode sees.
         deterministic_batch: O and LSE of a row are the same bits whatever other sequences, heads or queries the call
             has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
@@ -177,7 +177,7 @@ def attention(
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
-    early = _begins_early(serving, enable_pdl, q.shape[1] > SHORT_DRAFT)
+    early = _begins_early(serving, enable_pdl)
     if scaled or sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
         named |= {"enable_pdl": True} if early else {}
@@ -188,18 +188,19 @@ def attention(
 
 
 @functools.cache
-def _begins_early(attention: Attention, asked: bool | None, drafts: bool) -> bool:
+def _begins_early(attention: Attention, asked: bool | None) -> bool:
     """Whether a launch is dependent: as asked, where the module knows of that; of itself where keys come in parts.
 
-    Nothing was slower for it there at head dim 128. At 64, where CTAs share an SM, drafts have 0.90 of the speed so, in
-    the mean of 56 calls. Of modules without parts, in chains of launches, one was slower, in one case of 24.
+    Nothing was slower for it there at head dim 128. At 64, where CTAs share an SM, calls of one to four queries have
+    0.95 of the speed so, in the mean of 108, and drafts of more 0.90, in the mean of 56. Of modules without parts, in
+    chains of launches, one was slower, in one case of 24.
     """
     if "enable_pdl" not in inspect.signature(attention).parameters:
         return False
     if asked is not None:
         return asked
     names = inspect.unwrap(attention).__globals__
-    return "combine_kernel" in names and not (drafts and names.get("CTAS_PER_SM", 1) > 1)
+    return "combine_kernel" in names and names.get("CTAS_PER_SM", 1) == 1
 
 
 def _asked(
