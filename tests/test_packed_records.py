@@ -161,7 +161,7 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
     wanted = {
         64: ("16", "64/8", "8/1", "20/5"),
-        128: ("16", "32/8", "40/8", "64/8", "96/8", "8/1", "10/2", "12/1"),
+        128: ("16", "32/8", "40/8", "64/8", "96/8", "8/1", "10/2", "12/1", "28/4"),
         256: ("8", "16/4", "16/8", "8/1", "4/2"),
     }
     assert {frozenset(heads) for heads in found} == set(map(frozenset, wanted.values()))
@@ -222,12 +222,27 @@ def test_no_fewer_keys_than_half_of_those_measured_are_split() -> None:
     assert found[2].region.endswith("up to 0.25 tiles per SM, over 4915 keys")  # the first number above 4096
 
 
-def test_a_threshold_counts_what_its_neighbours_gain() -> None:
-    """The best number on the records themselves, 23170, lies beside what loses most; the one before it does not."""
+def test_a_threshold_is_the_number_that_gains_the_most() -> None:
+    """The one before it, 16384, would take in what loses most, and the next ones leave out what gains."""
     prefill, speeds = record([300] * 400, {D128: 400.0}), ((4200, 98.0), (5850, 270.0), (30000, 110.0))
     chunks = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in speeds]
     _, _, many, *_ = splitting_rows(prefill, *chunks)
-    assert many.seq_k_over == 3476  # in the middle of the band up to a quarter of a tile: 16384
+    assert many.seq_k_over == 4915  # in the middle of the band up to a quarter of a tile: 23170
+
+
+def test_groups_of_no_power_of_two_have_rows_of_their_own() -> None:
+    """Of modules that split keys; those for all others, which come behind them, are made without their records."""
+    prefill = record([300] * 400, {D128: 400.0})
+    fast, slow = ({D128: 100.0, CHUNKS: speed} for speed in (200.0, 80.0))
+    own = [record([keys], fast, heads=(12, 1), queries=[384]) for keys in (4096, 8192)]
+    others = [record([keys], slow, heads=(8, 1), queries=[512]) for keys in (4096, 8192)]
+    only = dispatch.AtMost(at_most=12, at_least=12)
+    assert {row.group for row in splitting_rows(prefill, *own, *others)} == {only}
+    gained = [record([keys], fast, heads=(8, 1), queries=[512]) for keys in (4096, 8192)]
+    found = [row.group for row in splitting_rows(prefill, *own, *gained)]
+    assert list(dict.fromkeys(found)) == [only, dispatch.AtMost(at_most=16)]
+    without = splitting_rows(prefill, *gained)
+    assert [row for row in splitting_rows(prefill, *own, *gained) if row.group != only] == without
 
 
 def test_chunks_beside_steps_are_told_by_queries() -> None:

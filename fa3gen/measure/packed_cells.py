@@ -124,6 +124,8 @@ MIXED_CHUNK_LENGTHS = {
     "chunk2k_and_20_steps_to_24k": ((2048, *(1,) * 20), _spread(21, 24576)),
     "chunk512_and_31_steps_to_2k": ((512, *(1,) * 31), _spread(32, 2048)),
     "chunk1k_and_15_steps_to_16k": ((1024, *(1,) * 15), _spread(16, 16384)),
+    "chunk64_and_7_steps_to_20k": ((64, *(1,) * 7), _spread(8, 20480)),
+    "chunk192_and_7_steps_to_12k": ((*(1,) * 7, 192), _spread(8, 12288)),
 }
 # Drafts, chunks and what lies beside them on so few keys that it may take longer to deal out their parts than to read
 # them: here modules that take head after head are measured too.
@@ -137,6 +139,11 @@ SHORT_LENGTHS = {
     "chunk1k_on_2k": ((1152,), (2112,)),
     "3_chunks_to_1k_on_3k": (_spread(3, 1152), _spread(3, 3200)),
     "chunk128_and_15_steps_to_2k": ((128, *(1,) * 15), _spread(16, 1920)),
+    "3_chunks_to_384_on_2k": (_spread(3, 384), _spread(3, 2048)),
+    "2_chunks_to_64_on_2k": (_spread(2, 64), _spread(2, 2048)),
+    "3_prompts_to_1k": (_spread(3, 1088), _spread(3, 1088)),
+    "chunk1k_and_7_steps_to_3k": ((1024, *(1,) * 7), _spread(8, 3072)),
+    "chunk80_and_7_steps_to_2k": ((80, *(1,) * 7), _spread(8, 2304)),
     "chunk768_and_20_steps_to_1k": ((*(1,) * 20, 768), (*_spread(20, 1408), 1408)),
 }
 # All of them by name.
@@ -158,7 +165,7 @@ MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8), (96, 8)), 256
 _FEW_HEADS = (8, 1), (10, 2), (12, 1)
 CHUNK_HEADS = {
     64: (*HEADS[64], (8, 1), (20, 5)),
-    128: (*HEADS[128], *_FEW_HEADS, (64, 8)),
+    128: (*HEADS[128], *_FEW_HEADS, (28, 4), (64, 8), (96, 8)),
     256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
 }
 

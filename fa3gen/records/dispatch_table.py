@@ -87,10 +87,10 @@ def _flow(value: Any) -> str:
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
-# Modules that split keys serve more keys than so many for each tile of queries that an SM has, one of these numbers,
-# which is chosen by what it and NEAR neighbours on either side gain. Fewer tiles than LEAST_LOAD per SM take as long.
+# Modules that split keys serve more keys than so many for each tile of queries that an SM has: than the one of these
+# numbers that gains the most. Fewer tiles than LEAST_LOAD per SM take as long.
 THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(23))
-NEAR, LEAST_LOAD = 1, 0.125
+LEAST_LOAD = 0.125
 # The edges of the bands of tiles per SM that these rows are written for, the first one LEAST_LOAD. A record counts by
 # how many octaves of tiles lie between it and the middle of a band, as a normal distribution of this standard deviation
 # has it, and for nothing below LEAST_WEIGHT: a narrower one, and rows of groups of heads, are closer to what was
@@ -267,7 +267,8 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
         yield row.model_copy(update={"mean_q": Region(up_to=TILE_ROWS)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
-    yield from _of_many_keys(family, many)
+    yield from _of_own_groups(family, many)
+    yield from _of_many_keys(family, _of_other_groups(many))
     usual = _without_split_keys(many)
     yield from _of_groups(family, usual)
     yield from _rows(family, [_Cell(record) for record in usual])
@@ -295,6 +296,25 @@ def _of_many_keys(family: Family, records: Sequence[Record], *, at_least: float 
         yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": round(keys_of_tile * middle)})
 
 
+def _of_own_groups(family: Family, records: Sequence[Record], *, at_least: float = 1.0) -> Iterator[Row]:
+    """Rows of modules that split keys for each group that was measured and is no power of two, and for no other."""
+    for group in sorted({record.problem.group for record in records if _has_own_rows(record)}):
+        alone = [record for record in records if record.problem.group == group]
+        for row in _of_many_keys(family, alone, at_least=at_least):
+            yield row.model_copy(update={"group": AtMost(at_most=group, at_least=group)})
+
+
+def _of_other_groups(records: Iterable[Record]) -> list[Record]:
+    """The records that rows for groups without rows of their own are made of."""
+    return [record for record in records if not _has_own_rows(record)]
+
+
+def _has_own_rows(record: Record) -> bool:
+    """Whether its group, which is no power of two, has rows of its own: tiles of four or eight heads do not fit it, or
+    read its keys more often, so that it pays sooner to split them."""
+    return record.problem.group & (record.problem.group - 1) != 0
+
+
 def _weight(record: Record, load: float) -> float:
     """What a record counts for in rows of about so many tiles per SM; see OCTAVES."""
     octaves = math.log2(_load_as_long(record) / load)
@@ -305,22 +325,20 @@ def _rule(records: Sequence[tuple[Record, float]], at_least: float) -> tuple[_Fi
     """The module that splits keys, and the number of keys for each tile per SM from which on it serves, that gain the
     most in records of such weights; None where nothing gains WORTH_A_ROW.
 
-    The gain counts that with the next numbers of THRESHOLDS, too: the next list has others than those measured. No
-    number is less than half of the least that was measured.
+    The number is one of THRESHOLDS, and not less than half of the least that was measured.
     """
     best: tuple[float, _File, float] | None = None
     for file in sorted({file for record, _ in records for file in _of_split_keys(record)}):
         found = [(_keys_of_tile(each), _gain(file, each), weight) for each, weight in records]
         gains = [(keys, gain - math.log(at_least), weight) for keys, gain, weight in found if gain > -math.inf]
-        sums = [sum(weight * gain for keys, gain, weight in gains if keys > over) for over in THRESHOLDS]
         least = min(keys for keys, _, _ in gains) / 2
-        for number, over in enumerate(THRESHOLDS):
+        for over in THRESHOLDS:
             if over < least:
                 continue
-            near = statistics.mean(sums[max(number - NEAR, 0) : number + NEAR + 1])
+            total = sum(weight * gain for keys, gain, weight in gains if keys > over)
             there = sum(weight for keys, _, weight in gains if keys > over)
-            if there and sums[number] > there * math.log1p(WORTH_A_ROW) and (best is None or near > best[0]):
-                best = near, file, over
+            if there and total > there * math.log1p(WORTH_A_ROW) and (best is None or total > best[0]):
+                best = total, file, over
     return best[1:] if best else None
 
 
@@ -397,12 +415,9 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     a chunk's tiles empty, or read the keys of a step once for each head, whatever keys there are. So each such group
     that was measured has rows of its own first.
     """
-    for group in sorted({record.problem.group for record in records}):
-        alone = [record for record in records if record.problem.group == group and group & (group - 1)]
-        for row in _of_many_keys(family, alone, at_least=UNEVEN_GAIN):
-            yield row.model_copy(update={"group": AtMost(at_most=group, at_least=group)})
+    yield from _of_own_groups(family, records, at_least=UNEVEN_GAIN)
     of_uneven_keys = [record for record in records if _known_keys(record) > UNEVEN_KEYS * record.problem.seq_k]
-    yield from _of_many_keys(family, of_uneven_keys, at_least=UNEVEN_GAIN)
+    yield from _of_many_keys(family, _of_other_groups(of_uneven_keys), at_least=UNEVEN_GAIN)
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     of_group: list[tuple[AtMost | Multiples, Iterable[_Cell]]] = []
