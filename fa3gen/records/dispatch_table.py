@@ -26,7 +26,6 @@ from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     FEW_QUERIES,
     NO_LIMIT,
-    SHORT_DRAFT,
     WRITE_TABLE,
     AtMost,
     Load,
@@ -102,7 +101,7 @@ OCTAVES, LEAST_WEIGHT = 0.7, 0.1
 UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
 # Drafts of more than SHORT_DRAFT queries have rows of their own, for up to DRAFT and for more: those of a group may not
 # have room in a small tile, and then it matters in how many they have.
-DRAFT = 8
+SHORT_DRAFT, DRAFT = 4, 8
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
 # where keys come from there. So in a record of such a GPU, of more keys than its L2 holds, a module that divides them
 # counts for so much more. Of 96 packed cells of that kind that both GPUs have measured, what an H100 would choose has
@@ -335,9 +334,9 @@ def _rule(records: Sequence[tuple[Record, float]], at_least: float) -> tuple[_Fi
         for over in THRESHOLDS:
             if over < least:
                 continue
-            total = sum(weight * gain for keys, gain, weight in gains if keys > over)
-            there = sum(weight for keys, _, weight in gains if keys > over)
-            if there and total > there * math.log1p(WORTH_A_ROW) and (best is None or total > best[0]):
+            beyond = [(gain, weight) for keys, gain, weight in gains if keys > over]
+            total, there = sum(weight * gain for gain, weight in beyond), sum(weight for _, weight in beyond)
+            if beyond and total > there * math.log1p(WORTH_A_ROW) and (best is None or total > best[0]):
                 best = total, file, over
     return best[1:] if best else None
 

@@ -58,7 +58,6 @@ MEASURE = "fa3gen tune --measure"  # modules, of dense tensors at shapes that ar
 PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 FEW_QUERIES = 16  # of a sequence: what rows for decoding serve at most
-SHORT_DRAFT = 4  # queries of a sequence: with more, drafts fill other tiles than steps of decoding
 DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file from another, and short enough to read
 
 

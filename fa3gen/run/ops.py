@@ -126,8 +126,8 @@ def attention(
             (batch, heads_q, seq_q) float32; of dense tensors taken as packed ones a view that is not contiguous.
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
             the end of the kernel before on this stream, once that one allows it. Results are the same. None: where keys
-            come in parts, but at head dim 64, where it slows calls down. It says nothing to other modules, and to calls
-            that torch.compile or a dispatch mode sees.
+            come in parts, except at head dim 64, where it slows calls down. It says nothing to other modules, and to
+            calls that torch.compile or a dispatch mode sees.
         deterministic_batch: O and LSE of a row are the same bits whatever other sequences, heads or queries the call
             has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
