@@ -580,7 +580,7 @@ def test_a_choice_says_why(place: Workspace) -> None:
     assert str(dispatch.choose(CAUSAL, Size(7, 3), lse=True, workspace=place)).splitlines() == [
         f"{place.module_path('mine')}",
         "  spec  specs/mine.yaml: bf16, head dim 128, causal; tile 128 x 96, loads tma, schedule ping_pong",
-        "  for   7 keys, 3 tiles of 128 queries on 132 SMs, as on an H200, since the tensors are on no GPU",
+        "  for   7 keys, 3 tiles of 128 query rows on 132 SMs, as on an H200, since the tensors are on no GPU",
         "  why   dispatch.yaml, row 1 (bf16, head dim 128, causal, any number of keys)",
         "        at 1024 keys 455.1 TFLOP/s; k5_d128_causal 420 (NVIDIA H200)",
     ]
@@ -589,7 +589,7 @@ def test_a_choice_says_why(place: Workspace) -> None:
 def test_a_choice_says_for_which_gpu_and_how_many_tiles(place: Workspace) -> None:
     rows_for(place, (None, "k6_d128_causal", 0.5), (None, "k6_d128_causal"))
     said = str(dispatch.choose(CAUSAL, Size(1, 57, 114), lse=True, workspace=place))
-    assert "  for   1 key, 57 tiles of 128 queries on 114 SMs\n" in said
+    assert "  for   1 key, 57 tiles of 128 query rows on 114 SMs\n" in said
     assert "row 1 (bf16, head dim 128, causal, up to 0.5 tiles per SM, any number of keys)" in said
 
 

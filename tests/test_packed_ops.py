@@ -6,6 +6,7 @@ The modules are stood in for by functions that compute the reference; one small 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -60,7 +61,7 @@ def test_the_choice_is_made_once_for_a_stretch_of_mean_lengths(way: str, request
 
 @BOTH_WAYS
 def test_tiles_groups_and_the_longest_length_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
-    """130 queries in the mean are two tiles of each of 4 heads, in each of 2 sequences; no longer than the longest."""
+    """260 queries of 4 heads are nine tiles, however long the longest is; of few ones a sequence has one."""
     modules: PackedModules = request.getfixturevalue(way)
     tensors = packed_tensors([259, 1], [20, 6])
     for options in ({}, {"max_seqlen_q": 128}, {"max_seqlen_k": 7, "max_seqlen_q": 259}, {"max_seqlen_k": 5}):
@@ -68,26 +69,26 @@ def test_tiles_groups_and_the_longest_length_are_asked_for(way: str, request: py
         fa3gen.attention_packed(*tensors, **options)
     fa3gen.attention_packed(*packed_tensors([2], [9], heads=(8, 1)))
     found = [(size.tiles, size.keys, size.group) for _, size, _ in modules.asked]
-    assert found == [(16, 13, 2), (8, 13, 2), (16, 7, 2), (16, 5, 2), (8, 9, 8)]
+    assert found == [(9, 13, 2), (9, 13, 2), (9, 7, 2), (9, 5, 2), (1, 9, 8)]
 
 
 @BOTH_WAYS
 def test_few_queries_are_those_of_the_longest_sequence(way: str, request: pytest.FixtureRequest) -> None:
     """If a call says how long that is, or has no more queries than sequences: a chunk of a prompt among decoding steps
-    is few queries in the mean, too, and such calls are a kind of their own."""
+    is few queries in the mean, too, and calls are told apart by how uneven they are."""
     modules: PackedModules = request.getfixturevalue(way)
     tensors = packed_tensors([29, 1, 1, 1], [40, 9, 9, 9])
     for longest in (None, 29, None, 29):
         fa3gen.attention_packed(*tensors, max_seqlen_q=longest)
     for queries, longest in ((1, None), (16, 16), (16, None), (17, 17), (1, 1)):
         fa3gen.attention_packed(*packed_tensors([queries] * 2, [30, 30]), max_seqlen_q=longest)
-    assert [(size.queries, size.mixed) for _, size, _ in modules.asked] == [
-        (NO_LIMIT, True),  # and 29, which are as good as nobody's
-        *((1, False), (16, False)),  # 16 where nobody says the longest are as a chunk and steps
-        (17, False),
+    assert [(size.queries, size.unevenness) for _, size, _ in modules.asked] == [
+        *((NO_LIMIT, math.inf), (29, 29 / 8)),
+        *((1, 1), (16, 1)),  # 16 where nobody says the longest are as a chunk and steps
+        (17, 1),
     ]
     fa3gen.attention_packed(*packed_tensors([29] * 2, [30, 30]), max_seqlen_q=29)
-    assert len(modules.asked) == 4  # 29 are as many as 17
+    assert len(modules.asked) == 5  # 29 are as many as 17
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])
@@ -530,11 +531,10 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     why = fa3gen.attention_packed.explain(*tensors, causal=True, return_lse=True)
     stem = "fwd_packed_mixed_any_group_d256_causal"  # there may be steps beside chunks
     assert (why.stem, why.file) == (stem, CHECKOUT.module_path(stem))
-    for_size = "  for   3 queries of a sequence in the mean, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200"
-    assert for_size in str(why)
+    assert "  for   3 queries of a sequence in the mean, 4 keys, 8 tiles of 128 query rows on 132 SMs, as" in str(why)
     few = fa3gen.attention_packed.explain(*tensors, causal=True, max_seqlen_q=5)
     assert few.stem == "fwd_packed_decode_d256_causal"  # the fastest for drafts of 8 on few keys
-    assert "  for   5 queries, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(few)
+    assert "  for   5 queries, 4 keys, 16 tiles of 128 query rows on 132 SMs, as on an H200" in str(few)
     longer = fa3gen.attention_packed.explain(*tensors, causal=True, max_seqlen_q=12)
     assert longer.stem == "fwd_packed_chunks_d256_causal"  # which is for drafts, too
     narrow = [x[..., :40] if x.ndim == 3 else x for x in tensors]

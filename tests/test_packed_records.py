@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
 CHUNKS, WIDE = "fwd_packed_chunks_d128_causal", "fwd_packed_chunks_wide_d128_causal"
 SMALL = "fwd_packed_chunks_small_d128_causal"
-SPLITTING = ((2048, 50.0), (4096, 90.0), (8192, 150.0), (32768, 300.0))  # keys, and how fast, beside 100
 ANY, PACK1 = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_mixed_pack1_d128_causal"
 MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
 GPU = "NVIDIA H200"
@@ -74,7 +75,7 @@ def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
     assert packed_records.load_all(workspace) == [one] and one.winner == PACK4
     assert (one.problem.seq_k, one.problem.group) == (201, 4)  # 601 / 3, rounded up
     assert one.problem.label == "bf16 d128 causal packed list3, heads 32/8"
-    assert one.tiles_per_sm == 3 * 32 * 2 / 132
+    assert one.tiles_per_sm == 151 / 132  # 601 x 32 / 128, rounded up
     assert '"tflops": 612.3' in path.read_text() and path.read_text().count("\n") < 30
     packed_records.save(workspace, [one])
     path.rename(path.with_name("other.json"))
@@ -146,7 +147,10 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
 
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS)
+    drawn = packed_cells.DRAWN_CHUNK_LENGTHS.items()
+    few_keys = {name for name, (_, keys) in drawn if max(keys) <= packed_cells.FEW_KEYS}
+    lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS, *few_keys)
+    lists = (*lists, *packed_cells.DRAWN_STEP_LENGTHS)
     mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
     for_chunks = {CHUNKS, WIDE, SMALL}
     assert (
@@ -174,6 +178,7 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
     lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
     lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
+    lists += [*packed_cells.DRAWN_CHUNK_LENGTHS, *packed_cells.DRAWN_STEP_LENGTHS]
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
     assert not any("none" in label or " sink" in label for label in made_for_them)
@@ -185,73 +190,114 @@ def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:
     assert cells["bf16 d128 causal packed chunk128_on_700, heads 32/8"] == every
     assert cells["bf16 d128 causal packed draft_of_8_on_1k, heads 10/2"] == every - {PACK4, MIXED}  # of 4 heads, or 8
     for name, (lengths_q, lengths_k) in packed_cells.SHORT_LENGTHS.items():
-        assert max(lengths_k) <= 3200, name
+        assert max(lengths_k) <= packed_cells.FEW_KEYS, name
         assert all(q <= k for q, k in zip(lengths_q, lengths_k, strict=True)), name
 
 
-def splitting_rows(*records: PackedRecord) -> list[dispatch.Row]:
-    return [row for row in dispatch_table.rows_from_records(records) if row.module == CHUNKS]
-
-
-def test_chunks_on_many_keys_have_rows_where_splitting_gains_on_the_whole() -> None:
-    """For more keys than so many for each tile of queries that an SM has, around those measured; for all groups."""
-    prefill = record([300] * 400, {D128: 400.0})
-    few = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
-    whole = record([8192], {D128: 100.0, CHUNKS: 90.0}, heads=(4, 4), queries=[512])
-    found = splitting_rows(prefill, *few, whole)
-    # Of 0.24 tiles per SM. It loses up to 4096 keys, 16896 for each tile per SM; the next number is 23170.
-    edges = [row.tiles_per_sm.up_to for row in found if row.tiles_per_sm]
-    assert edges == [0.125, 0.18, 0.25, 0.35, 0.5, 0.7]
-    assert [row.seq_k_over for row in found] == [2896, 3476, 4915, 6854, 9693, 13708]  # in the middle of a band
-    many = found[2]
-    assert many.group == dispatch.AtMost(at_most=16)
-    assert many.region == "up to 16 heads of q for each of k, up to 0.25 tiles per SM, over 4915 keys"
+def served_by(found: list[dispatch.Row], size: Size) -> dispatch.Row:
     family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for keys, tiles, group, served in ((4916, 33, 8, True), (4915, 33, 8, False), (8192, 34, 8, False)):
-        assert many.serves(family, Size(keys, tiles, 132, group, 512)) is served
-    assert not many.serves(family, Size(8192, 32, 132, 17, 512)) and many.serves(family, Size(8192, 32, 132, 12, 512))
-    around = many.narrowed(dispatch.Stretch(), Size(4915, 32, 132, 8, 512))
-    assert around == dispatch.Stretch(most_keys=4915)
-    assert many.narrowed(dispatch.Stretch(), Size(9000, 32, 132, 8, 512)) == dispatch.Stretch(4916, most_tiles=33)
-    assert splitting_rows(prefill, few[0], whole) == []  # where nothing is gained
+    return next(row for row in found if row.serves(family, size))
 
 
-def test_no_fewer_keys_than_half_of_those_measured_are_split() -> None:
-    only = record([8192], {D128: 100.0, CHUNKS: 200.0}, heads=(8, 1), queries=[512])
-    found = splitting_rows(only, record([300] * 400, {D128: 400.0}))
-    assert found[2].region.endswith("up to 0.25 tiles per SM, over 4915 keys")  # the first number above 4096
+CHUNK, STEPS = [512], [512, *[1] * 63]  # queries: as many of each, and one among decoding steps
 
 
-def test_a_threshold_is_the_number_that_gains_the_most() -> None:
-    """The one before it, 16384, would take in what loses most, and the next ones leave out what gains."""
-    prefill, speeds = record([300] * 400, {D128: 400.0}), ((4200, 98.0), (5850, 270.0), (30000, 110.0))
-    chunks = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in speeds]
-    _, _, many, *_ = splitting_rows(prefill, *chunks)
-    assert many.seq_k_over == 4915  # in the middle of the band up to a quarter of a tile: 23170
+def test_many_queries_are_served_by_what_was_measured_around_them() -> None:
+    """By keys and by tiles, and by how uneven lengths are."""
+    speeds = {2048: (100.0, 50.0), 16384: (50.0, 100.0)}
+    even = [record([keys], {D128: whole, CHUNKS: split}, queries=CHUNK) for keys, (whole, split) in speeds.items()]
+    uneven = record([8192] * 64, {D128: 60.0, CHUNKS: 80.0, ANY: 100.0}, queries=STEPS)
+    found = dispatch_table.rows_from_records([*even, uneven])
+    chosen = {
+        (keys, mean): served_by(found, Size(keys, tiles, 132, 4, 512, mean_queries=mean)).module
+        for keys in (1500, 20000)
+        for tiles, mean in ((128, 512), (512, 9))
+    }
+    assert chosen == {(1500, 512): D128, (20000, 512): CHUNKS, (1500, 9): ANY, (20000, 9): ANY}
+    row = served_by(found, Size(1500, 128, 132, 4, 512, mean_queries=512))
+    assert row.longest_q == dispatch.Times(up_to=2) and row.seq_k is not None
+    assert row.region.startswith("the longest of up to 2 times the queries in the mean, 4 heads of q for each of k, ")
+    (line,) = row.measured
+    assert isinstance(line, dispatch.Shapes)
+    assert (line.shapes, line.runner_up, line.gpu) == (2, CHUNKS, GPU)
+    assert line.runner_up_ratio is not None and 1.8 < line.runner_up_ratio < 2.0  # by the uneven list, too, a little
+    # Keys and tiles up to which the same module serves.
+    assert row.tiles_per_sm is not None and row.tiles_per_sm.up_to >= 1
+    around = row.narrowed(dispatch.Stretch(), Size(1500, 128, 132, 4, 512, mean_queries=512))
+    ends = row.seq_k.up_to, round(132 * row.tiles_per_sm.up_to)
+    assert around == dispatch.Stretch(most_keys=ends[0], most_tiles=ends[1])
 
 
-def test_groups_of_no_power_of_two_have_rows_of_their_own() -> None:
-    """Of modules that split keys; those for all others, which come behind them, are made without their records."""
-    prefill = record([300] * 400, {D128: 400.0})
-    fast, slow = ({D128: 100.0, CHUNKS: speed} for speed in (200.0, 80.0))
-    own = [record([keys], fast, heads=(12, 1), queries=[384]) for keys in (4096, 8192)]
-    others = [record([keys], slow, heads=(8, 1), queries=[512]) for keys in (4096, 8192)]
-    only = dispatch.AtMost(at_most=12, at_least=12)
-    assert {row.group for row in splitting_rows(prefill, *own, *others)} == {only}
-    gained = [record([keys], fast, heads=(8, 1), queries=[512]) for keys in (4096, 8192)]
-    found = [row.group for row in splitting_rows(prefill, *own, *gained)]
-    assert list(dict.fromkeys(found)) == [only, dispatch.AtMost(at_most=16)]
-    without = splitting_rows(prefill, *gained)
-    assert [row for row in splitting_rows(prefill, *own, *gained) if row.group != only] == without
+def test_each_group_that_was_measured_has_rows_and_all_others_have_some() -> None:
+    """Of up to as many heads as tiles have room for; for more, modules that take any, or multiples of theirs."""
+    four = record([8192], {D128: 60.0, PACK4: 100.0, CHUNKS: 90.0}, queries=CHUNK)
+    five = record([8192], {D128: 60.0, CHUNKS: 90.0}, heads=(10, 2), queries=CHUNK)
+    found = dispatch_table.rows_from_records([four, five])
+    groups = list(dict.fromkeys(str(row.group) for row in found))
+    assert groups == [
+        *("4 heads of q for each of k", "5 heads of q for each of k", "up to 16 heads of q for each of k"),
+        *("groups of a multiple of 4 heads", "up to 1 head of q for each of k", "None"),
+    ]
+    chosen = {
+        group: served_by(found, Size(8192, 128, 132, group, 512, mean_queries=512)).module
+        for group in (1, 4, 5, 6, 12, 16, 17, 20)
+    }
+    assert chosen == dict.fromkeys((1, 5, 6, 12, 16), CHUNKS) | {4: PACK4, 17: D128, 20: PACK4}
 
 
-def test_chunks_beside_steps_are_told_by_queries() -> None:
-    """Few in the mean, whoever the longest is; or up to a tile of them, where the longest has three times as many."""
-    told = {(512, 65): True, (195, 65): True, (194, 65): False, (384, 128): True, (2048, 129): False, (17, 16): True}
-    told |= {(dispatch.NO_LIMIT, 16): True, (dispatch.NO_LIMIT, 17): False, (16, 16): False, (900, 800): False}
-    assert {sizes: dispatch.is_mixed(*sizes) for sizes in told} == told
-    keys = [dispatch.queries_in_key(*sizes) for sizes in ((16, 1), (512, 9), (512, 147), (512, 65), (20, 12), (0, 0))]
-    assert keys == [16, -1, 0, -1, -1, 1] and dispatch.queries_in_key(1, 1) == 1
+def test_calls_that_split_no_keys_have_rows_of_modules_that_do_not() -> None:
+    """Also of records in which modules were timed that do; those of nothing else say nothing."""
+    chunk = record([8192], {D128: 100.0, PACK4: 150.0, CHUNKS: 300.0}, queries=CHUNK)
+    found = dispatch_table.rows_from_records([chunk])
+    whole = [row for row in found if row.module != CHUNKS]
+    size = Size(8192, 128, 132, 4, 512, mean_queries=512)
+    assert served_by(found, size).module == CHUNKS and served_by(whole, size).module == PACK4
+    assert served_by(whole, replace(size, group=5)).module == D128
+    only_split = record([8192], {CHUNKS: 300.0}, queries=CHUNK)
+    assert {row.module for row in dispatch_table.rows_from_records([only_split])} == {CHUNKS}
+
+
+def test_families_without_modules_that_split_keys_are_served_by_keys_alone() -> None:
+    prompts = [record([keys] * 20, {D128: 100.0, PACK4: 120.0}) for keys in (1000, 4000)]
+    assert rows(*prompts) == [(4, None, PACK4), (None, None, D128)]
+
+
+def test_lengths_are_told_apart_by_how_uneven_they_are() -> None:
+    """Where nobody says how many queries the longest has, few in the mean may be a chunk among steps."""
+    told = {
+        (512, 64): 8.0,
+        (128, 128): 1.0,
+        (dispatch.NO_LIMIT, 16): math.inf,
+        (dispatch.NO_LIMIT, 17): 1.0,
+        (5, 0): 5.0,
+    }
+    assert {lengths: dispatch.unevenness(*lengths) for lengths in told} == told
+    keys = [
+        dispatch.queries_in_key(*lengths)
+        for lengths in ((0, 0), (1, 1), (16, 1), (20, 10), (20, 9), (500, 80), (999, 9))
+    ]
+    assert keys == [1, 1, 16, 0, -1, -2, -3]
+    packed = Size(4096, 64, 132, 4, 512, mean_queries=9)
+    assert packed.unevenness == 512 / 9 and Size(4096, 64, 132, 4, 512).unevenness == 1
+    assert str(packed).startswith("9 queries of a sequence in the mean, 4096 keys, 64 tiles of 128 query rows ")
+    row = dispatch_table.rows_from_records([record([8192], {D128: 1.0, CHUNKS: 2.0}, queries=CHUNK)])[0]
+    assert row.longest_q == dispatch.Times(up_to=2)
+    assert row.serves_rows(Size(1, 1, group=4, queries=18, mean_queries=9))
+    assert not row.serves_rows(Size(1, 1, group=4, queries=19, mean_queries=9))
+    assert not row.serves_rows(Size(1, 1, group=4, queries=16, mean_queries=16))  # whose mean no key of a call tells
+
+
+def test_the_committed_table_tells_apart_what_calls_are_kept_by() -> None:
+    """A module is kept for calls that agree in `queries_in_key`, and rows may not ask for more."""
+    found = dispatch.read_table(dispatch.table_path(CHECKOUT)).rows
+    assert {row.longest_q.up_to for row in found if row.longest_q} == set(dispatch.UNEVEN)
+
+
+def test_tiles_of_packed_sequences_hold_rows_of_all_heads_that_share_one() -> None:
+    assert dispatch.tiles_of_packed(600, 3, (32, 8), 400) == 150
+    assert dispatch.tiles_of_packed(601, 3, (32, 8), 400) == 151
+    assert dispatch.tiles_of_packed(40, 21, (32, 8), 20) == 21 * 8  # one at least of each sequence and head of k
+    assert dispatch.tiles_of_packed(40, 21, (32, 8), 16) == 21 * 32  # of few queries, of each head of q
 
 
 def test_few_packed_queries_wait_for_no_longest_sequence() -> None:
@@ -279,18 +325,6 @@ def test_few_packed_queries_wait_for_no_longest_sequence() -> None:
             row = few[ends.index(up_to)][1]  # the first that fits
             (line,) = row.measured
             assert (row.module, line.runner_up) == serves, (queries, sequences, up_to)
-
-
-def test_records_without_the_module_that_splits_keys_choose_no_number() -> None:
-    """Of more keys than the number, too: another one that splits keys was measured there, or another file."""
-    prefill = record([300] * 400, {D128: 400.0})
-    chunks = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
-    without = record([20000], {D128: 100.0, EVEN: 120.0}, heads=(8, 1), queries=[512])
-    older = record([24000], {D128: 100.0, CHUNKS: 90.0}, heads=(8, 1), queries=[512])
-    whole, split = older.results
-    older = older.model_copy(update={"results": [whole, split.model_copy(update={"sha256": "0" * 64})]})
-    found = splitting_rows(prefill, *chunks, without, older)
-    assert found == splitting_rows(prefill, *chunks) and found
 
 
 def test_longer_drafts_have_rows_of_their_own() -> None:
@@ -342,18 +376,6 @@ def test_longer_drafts_have_rows_for_the_very_groups_that_were_measured() -> Non
     assert PACK4 not in [row.module for row in dispatch_table.rows_from_records([prefill, step, few])]
 
 
-def test_calls_that_do_not_split_keys_are_served_by_what_all_records_say() -> None:
-    """Also those records in which modules were timed that do."""
-    prefill = record([300] * 400, {D128: 400.0, PACK4: 390.0})
-    chunk = record([8192], {D128: 100.0, PACK4: 150.0, CHUNKS: 300.0}, queries=[512])
-    rest = [row for row in dispatch_table.rows_from_records([prefill, chunk]) if row.module != CHUNKS]
-    assert len(splitting_rows(prefill, chunk)) == 6
-    four = "groups of a multiple of 4 heads"
-    assert [(str(row.group), row.module) for row in rest] == [(four, PACK4), (four, D128), ("None", D128)]
-    only_split = record([8192], {CHUNKS: 300.0}, queries=[512])
-    assert dispatch_table.rows_from_records([prefill, only_split]) == dispatch_table.rows_from_records([prefill])
-
-
 def test_with_pages_a_call_tells_the_keys_of_the_longest() -> None:
     """The table of pages is as wide; rows are made of what calls tell."""
     few, many = [1000, 2000], [1000, 9000]
@@ -393,7 +415,7 @@ def test_what_rows_make_of_records() -> None:
     short = record([1000], {D128: 100.0, CHUNKS: 80.0, PACK4: 125.0}, heads=(8, 1), queries=[512])
     found = dispatch_table.rows_from_records([prefill, chunk])
     made = dispatch_table.shares([prefill, chunk, short], found)
-    assert [(each.row.module, each.share) for each in made] == [(D128, 1.0), (CHUNKS, 1.0), (D128, 0.8)]
+    assert [(each.row.module, each.share) for each in made] == [(D128, 1.0), (CHUNKS, 1.0), (CHUNKS, 0.64)]
     untimed = record([1000], {PACK4: 125.0}, heads=(8, 1), queries=[512])
     assert [each.share for each in dispatch_table.shares([untimed], found)] == [None]
     assert dispatch_table.shares([record([9], {D64: 1.0}, heads=(1, 1))], found) == []
@@ -414,106 +436,6 @@ def test_queries_of_8_bits_have_rows_that_serve_their_calls() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
     assert cells["e4m3 d128 causal o bf16 packed decode64_on_4k, heads 32/8"] == {few, many}
     assert cells["e4m3 d128 causal o bf16 packed chat64k, heads 16"] == {many}
-
-
-def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:
-    """Behind those for few queries of each sequence, and where tiles of several heads serve best only."""
-    prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
-    step = record([4096] * 64, {D128: 10.0, PACK4: 40.0, EVEN: 90.0}, queries=[1] * 64)
-    chunk = [512, *[1] * 63]
-    mixed = record([4097] * 64, {D128: 60.0, PACK4: 150.0, MIXED: 170.0}, queries=chunk)
-    few, room, both, four, rest = dispatch_table.rows_from_records([prefill, mixed, step])
-    assert few.seq_q == room.seq_q == dispatch.Region(up_to=16) and few.mean_q is four.mean_q is four.seq_q is None
-    assert (both.module, both.group, both.mean_q) == (MIXED, *(four.group, dispatch.Region(up_to=128)))
-    assert four.module == PACK4 and (rest.module, rest.group) == (D128, None)
-    size = Size(4097, 2048, group=4, queries=512, mean_queries=9)
-    assert both.serves_rows(size) and not few.serves_rows(size)
-    for longest, mean, served in ((512, 17, True), (50, 17, False), (512, 128, True), (512, 129, False)):
-        assert both.serves_rows(Size(4097, 2048, group=4, queries=longest, mean_queries=mean)) is served
-    assert str(size).startswith("9 queries of a sequence in the mean, 4097 keys, ")
-    assert both.region.startswith("up to 128 queries in the mean, groups of a multiple of 4 heads, ")
-    of_one_head = record([4097] * 64, {D128: 170.0, PACK4: 150.0, MIXED: 160.0}, queries=chunk)
-    assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, of_one_head])} == {None}
-
-
-def test_few_queries_in_the_mean_have_rows_for_any_group() -> None:
-    """By multiples of the largest group that was measured, for others that were, for one head, and for all others."""
-    chunk = [512, *[1] * 63]
-    speeds = {
-        (16, 16): {D128: 90.0, ANY: 50.0, PACK1: 95.0},
-        (32, 8): {D128: 60.0, PACK4: 150.0, MIXED: 170.0, ANY: 140.0, PACK1: 70.0},
-        (40, 8): {D128: 60.0, ANY: 150.0, PACK1: 70.0},
-        (64, 8): {D128: 60.0, PACK4: 150.0, MIXED: 170.0, ANY: 290.0, PACK1: 70.0},
-    }
-    measured = [record([4097] * 64, found, heads=heads, queries=chunk) for heads, found in speeds.items()]
-    prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
-    *mixed, four, rest = dispatch_table.rows_from_records([prefill, *measured])
-    assert {row.mean_q for row in mixed} == {dispatch.Region(up_to=128)} and four.mean_q is rest.mean_q is None
-    assert [(str(row.group), row.module) for row in mixed] == [
-        ("groups of a multiple of 8 heads", ANY),
-        ("5 heads of q for each of k", ANY),
-        ("4 heads of q for each of k", MIXED),
-        ("up to 1 head of q for each of k", PACK1),
-        ("None", ANY),
-    ]
-    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    served = {
-        group: next(
-            row.module
-            for row in (*mixed, four, rest)
-            if row.serves(family, Size(4097, 2048, group=group, queries=512, mean_queries=9))
-        )
-        for group in (1, 4, 5, 6, 7, 8, 10, 12, 16)
-    }
-    assert served == dict.fromkeys((5, 6, 7, 8, 10, 12, 16), ANY) | {1: PACK1, 4: MIXED}
-    one = record([4097] * 64, {D128: 96.0, ANY: 50.0, PACK1: 95.0}, heads=(16, 16), queries=chunk)
-    found = dispatch_table.rows_from_records([prefill, one, *measured[1:]])
-    of_one = next(row for row in found if row.serves(family, Size(4097, 1024, group=1, queries=512, mean_queries=9)))
-    assert of_one.module == D128 and of_one.mean_q is not None  # since rows for any group come next
-    slow = [record([4097] * 64, {D128: 160.0, ANY: 150.0}, heads=(40, 8), queries=chunk)]
-    assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, *slow])} == {None}
-
-
-def test_chunks_beside_steps_split_keys_by_tiles_of_kv_heads() -> None:
-    """By lists whose keys are uneven, and where that gains more than a little: where they are even it loses."""
-    prefill, chunk = record([300] * 400, {D128: 400.0}), [512, *[1] * 63]
-    even = record([8192] * 64, {D128: 50.0, ANY: 100.0, CHUNKS: 10.0}, heads=(8, 2), queries=chunk)
-    slow, little, fast = (
-        record([8192, *[1024] * 63], {D128: 50.0, ANY: 100.0, CHUNKS: speed}, heads=(8, 2), queries=chunk)
-        for speed in (90.0, 102.0, 150.0)
-    )
-    for none in (even, slow, little):
-        assert splitting_rows(prefill, none) == []
-    found = splitting_rows(prefill, even, fast)
-    assert {row.mean_q for row in found} == {dispatch.Region(up_to=128)}
-    half, more, *_ = found
-    assert half.tiles_per_sm == dispatch.Load(up_to=0.5) and more.tiles_per_sm == dispatch.Load(up_to=0.7)
-    assert "up to 0.5 tiles of a head of k per SM, over " in half.region
-    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for group, heads_kv, sequences, served in (
-        (4, 1, 66, half),
-        (4, 1, 67, more),
-        (12, 2, 33, half),
-        (12, 4, 17, more),
-    ):
-        size = Size(16384, sequences * group * heads_kv, 132, group, 512, mean_queries=9)
-        rows = [row for row in found if row.serves(family, size)]
-        assert rows[0] == served
-        assert half.narrowed(dispatch.Stretch(), size)[2:] == (
-            (0, 66 * group) if served is half else (66 * group + 1, dispatch.NO_LIMIT)
-        )
-
-
-def test_groups_that_are_no_power_of_two_split_keys_beside_steps_however_even_they_are() -> None:
-    """Each that was measured for itself: other modules leave room for heads empty, or read keys for each head."""
-    prefill, chunk = record([300] * 400, {D128: 400.0}), [512, *[1] * 63]
-    speeds = {D128: 50.0, ANY: 100.0, CHUNKS: 150.0}
-    five, four = (record([8192] * 64, speeds, heads=heads, queries=chunk) for heads in ((10, 2), (8, 2)))
-    assert splitting_rows(prefill, four) == []
-    found = splitting_rows(prefill, five, four)
-    assert {str(row.group) for row in found} == {str(dispatch.AtMost(at_most=5, at_least=5))}
-    assert {row.module for row in found} == {CHUNKS}
-    assert splitting_rows(prefill, record([8192] * 64, speeds | {CHUNKS: 102.0}, heads=(10, 2), queries=chunk)) == []
 
 
 def test_few_queries_have_rows_for_groups_up_to_those_measured() -> None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 
 from fa3gen.design.family import Family, PackedShape
 from fa3gen.design.masks import Window, given_with_calls
@@ -14,6 +15,8 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.records.packed_records import PackedProblem
 from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant, attention_among
+
+_Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of queries and of keys
 
 # Requests as a chat server packs them, many short ones and few long ones, 16,384 and 65,536 tokens in all; documents as
 # they are packed for training; and batches of equally long sequences, as dense calls have them.
@@ -73,11 +76,9 @@ DRAFT_LENGTHS = {
     "32_drafts_of_8_to_12k": ((8,) * 32, _spread(32, 12288)),
 }
 CHUNK_LENGTHS = {
-    "chunk64_on_1k": ((64,), (1024,)),
     "chunk128_on_4k": ((128,), (4096,)),
     "chunk256_on_16k": ((256,), (16384,)),
     "chunk1k_on_4k": ((1024,), (4096,)),
-    "chunk512_on_2k": ((512,), (2048,)),
     "chunk512_on_8k": ((512,), (8192,)),
     "chunk512_on_32k": ((512,), (32768,)),
     "chunk2k_on_8k": ((2048,), (8192,)),
@@ -96,7 +97,6 @@ CHUNK_LENGTHS = {
     "chunks_of_1k_to_3k_on_12k": ((1024, 1024, 2048, 2048, 3072, 3072), (12288,) * 6),
     "4_chunks_of_2k_on_8k": ((2048,) * 4, (8192,) * 4),
     "prompts_of_256_to_2k": ((256, 512, 1024, 2048) * 2, (256, 512, 1024, 2048) * 2),
-    "prompt2k_and_2_steps": ((2048, 1, 1), (2048, 1024, 1024)),
     "8_prompts_of_512": ((512,) * 8, (512,) * 8),
     "8_prompts_to_2752": (_spread(8, 2752), _spread(8, 2752)),
     "8_chunks_to_2k_on_16k": (_spread(8, 2048), _spread(8, 16384)[::-1]),
@@ -134,6 +134,9 @@ SHORT_LENGTHS = {
     "4_drafts_of_8_to_1k": ((8,) * 4, _spread(4, 1280)),
     "16_drafts_of_16_to_2k": ((16,) * 16, _spread(16, 2304)),
     "32_drafts_of_8_to_2k": ((8,) * 32, _spread(32, 1792)),
+    "chunk64_on_1k": ((64,), (1024,)),
+    "chunk512_on_2k": ((512,), (2048,)),
+    "prompt2k_and_2_steps": ((2048, 1, 1), (2048, 1024, 1024)),
     "chunk128_on_700": ((128,), (704,)),
     "4_chunks_to_256_on_1k": (_spread(4, 256), _spread(4, 1344)[::-1]),
     "chunk1k_on_2k": ((1152,), (2112,)),
@@ -146,9 +149,41 @@ SHORT_LENGTHS = {
     "chunk80_and_7_steps_to_2k": ((80, *(1,) * 7), _spread(8, 2304)),
     "chunk768_and_20_steps_to_1k": ((*(1,) * 20, 768), (*_spread(20, 1408), 1408)),
 }
+
+
+def drawn_chunks(at: random.Random) -> list[int]:
+    """Queries of a chunk of a prompt, or of some: 32 to 2,896 each."""
+    return [int(2 ** at.uniform(5, 11.5)) for _ in range(at.choice((1, 1, 2, 3, 4, 8)))]
+
+
+def drawn_steps(at: random.Random) -> list[int]:
+    """Queries of decoding steps, and anywhere among them of a chunk of a prompt: 64 to 2,048."""
+    queries = [1] * at.choice((7, 15, 20, 31, 63)) + [int(2 ** at.uniform(6, 11))]
+    at.shuffle(queries)
+    return queries
+
+
+def drawn_keys(at: random.Random, queries: Iterable[int], longest: float) -> list[int]:
+    """Keys of sequences with so many queries: an eighth of `longest` to all of it, and the queries' own."""
+    return [max(seq_q, int(longest * 2 ** at.uniform(-3, 0))) for seq_q in queries]
+
+
+def _drawn(queries_of: Callable[[random.Random], list[int]], seed: int) -> _Lengths:
+    at = random.Random(seed)
+    longest = 2 ** at.uniform(10, 15)
+    queries = queries_of(at)
+    return tuple(queries), tuple(drawn_keys(at, queries, longest))
+
+
+# Chunks, and chunks beside decoding steps, at random, since in lists that somebody writes a chunk tends to have the
+# most keys of all, and tells of the large tiles that suit it.
+DRAWN_CHUNK_LENGTHS = {f"drawn_chunks_{seed}": _drawn(drawn_chunks, seed) for seed in range(1, 25)}
+DRAWN_STEP_LENGTHS = {f"drawn_steps_{seed}": _drawn(drawn_steps, seed) for seed in range(1, 37)}
+DRAWN_TURNS = 3  # a list is measured with every third entry of heads, which take turns
+FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with a drawn list of chunks
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
-ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS
+ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
@@ -213,12 +248,15 @@ def cells(
             able = _able(variants, heads)
             whole = [variant for variant in able if variant.spec.split is None]
             large = [variant for variant in able if _for_chunks(variant)]
-            several = [variant for variant in able if not _by_head(variant)]
+            several, in_any_order = ([each for each in found if not _by_head(each)] for found in (able, whole))
+            chunks, steps = (_in_turn(lists, family, heads) for lists in (DRAWN_CHUNK_LENGTHS, DRAWN_STEP_LENGTHS))
+            few_keys = [name for name, (_, keys) in chunks.items() if max(keys) <= FEW_KEYS]
+            short = {name: chunks.pop(name) for name in few_keys}
             for lists, served in (
                 (DRAFT_LENGTHS, several),
-                (CHUNK_LENGTHS, [*(variant for variant in whole if not _by_head(variant)), *large]),
-                (MIXED_CHUNK_LENGTHS, [*whole, *large]),
-                (SHORT_LENGTHS, able),
+                (CHUNK_LENGTHS | chunks, [*in_any_order, *large]),
+                (MIXED_CHUNK_LENGTHS | steps, [*whole, *large]),
+                (SHORT_LENGTHS | short, able),
             ):
                 for name, lengths in lists.items() if large else ():
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
@@ -230,6 +268,14 @@ def cells(
             for name, window in _steps(family) if len(whole) < len(able) else ():
                 shape = PackedShape(*DECODING_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), able
+
+
+def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
+    """The drawn lists that are measured with these heads: of pages as engines have them."""
+    if (family.page_rows or 1) == 1:
+        return {}
+    place = CHUNK_HEADS[family.head_dim].index(heads)
+    return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % DRAWN_TURNS == 0}
 
 
 def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[Variant[Forward]]:
@@ -265,6 +311,6 @@ def _steps(family: Family) -> Iterable[tuple[str, Window | None]]:
     return [(name, None) for name in DECODING_LENGTHS]
 
 
-def _lengths(family: Family) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+def _lengths(family: Family) -> Iterable[tuple[str, _Lengths]]:
     """Lists of lengths of queries and keys, with their names."""
     return (PACKED_LENGTHS if family.page_rows is None else PAGED_LENGTHS).items()

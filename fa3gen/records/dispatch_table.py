@@ -7,25 +7,25 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
 from typing import Any
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.parts import rounded
-from fa3gen.design.family import TILE_ROWS, Family
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H100
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.records import packed_records, tuning_records
+from fa3gen.records import nearby, packed_records, tuning_records
 from fa3gen.records.packed_records import PackedProblem, PackedRecord, PackedResult
 from fa3gen.records.tuning_records import Result, TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     FEW_QUERIES,
     NO_LIMIT,
+    UNEVEN,
     WRITE_TABLE,
     AtMost,
     Load,
@@ -36,7 +36,7 @@ from fa3gen.run.dispatch import (
     Shapes,
     Size,
     Table,
-    is_mixed,
+    Times,
     of_row,
     place_of_row,
     read_table,
@@ -86,19 +86,10 @@ def _flow(value: Any) -> str:
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
-# Modules that split keys serve more keys than so many for each tile of queries that an SM has: than the one of these
-# numbers that gains the most. Fewer tiles than LEAST_LOAD per SM take as long.
-THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(23))
-LEAST_LOAD = 0.125
-# The edges of the bands of tiles per SM that these rows are written for, the first one LEAST_LOAD. A record counts by
-# how many octaves of tiles lie between it and the middle of a band, as a normal distribution of this standard deviation
-# has it, and for nothing below LEAST_WEIGHT: a narrower one, and rows of groups of heads, are closer to what was
-# measured, and further from lists that were left out.
-LOADS = (LEAST_LOAD, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.7, 8.0, 11.0, 16.0, 23.0, 32.0)
-OCTAVES, LEAST_WEIGHT = 0.7, 0.1
-# Times those in the mean the longest sequence has at least, where keys are of all lengths; and what counts as a gain
-# there, since where all have about as many keys these modules lose up to a fifth.
-UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
+# Between the edges of UNEVEN, and beyond the last of them, what stands for lengths that are so uneven; and the heads of
+# a group that stands for all that were not measured.
+UNEVEN_MIDDLES, ANY_GROUP = (1.3, 3.5, 11.0, 40.0), 5
+FEWER_BANDS = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # edges and middles for calls that are rare
 # Drafts of more than SHORT_DRAFT queries have rows of their own, for up to DRAFT and for more: those of a group may not
 # have room in a small tile, and then it matters in how many they have.
 SHORT_DRAFT, DRAFT = 4, 8
@@ -228,13 +219,12 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
     modules that split keys, and whose tiles have room for all heads of a kv head, serve best; of packed sequences such
     modules alone count, see `_where_nobody_waits`. Where drafts of more than SHORT_DRAFT were measured, rows are for up
-    to as many and above: there, of packed ones, for the very groups that were measured first. Behind these come rows
-    for as few in the mean, for chunks of prompts beside decoding steps: by multiples of groups that were measured, for
-    one head of its own, and for any group. Before these, and before those for many queries, come rows of modules that
-    split keys, for more keys than so many; the others are made of all records, without these.
+    to as many and above: there, of packed ones, for the very groups that were measured first.
 
-    Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
-    best the groups that are multiples of as many, as measured with such groups, these rows come first.
+    Calls with more queries of packed sequences have rows of their own where modules that split keys were measured with
+    them: by what all records around say, see `_of_many_queries`. Others have rows for groups of heads: where modules
+    whose tiles hold several heads serve best the groups that are multiples of as many, as measured with such groups,
+    these rows come first.
     """
     families: dict[Family, list[Record]] = {}
     for record in records:
@@ -261,114 +251,83 @@ def _order(family: Family) -> tuple[Any, ...]:
 
 
 def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows of one family: for few queries, for a few in the mean, and for many."""
+    """Rows of one family: for few queries, and for many."""
     yield from _of_few_queries(family, [record for record in records if _is_decoding(record)])
-    for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
-        yield row.model_copy(update={"mean_q": Region(up_to=TILE_ROWS)})
-    many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
-    yield from _of_own_groups(family, many)
-    yield from _of_many_keys(family, _of_other_groups(many))
-    usual = _without_split_keys(many)
-    yield from _of_groups(family, usual)
-    yield from _rows(family, [_Cell(record) for record in usual])
+    many = [record for record in records if not _is_decoding(record)]
+    if any(map(_of_split_keys, many)):
+        yield from _of_many_queries(family, [record for record in many if isinstance(record, PackedRecord)])
+    else:
+        yield from _of_groups(family, many)
+        yield from _rows(family, [_Cell(record) for record in many])
 
 
-def _of_many_keys(family: Family, records: Sequence[Record], *, at_least: float = 1.0) -> Iterator[Row]:
-    """Rows of modules that split keys, where one is faster on the whole than modules of the same records that do not.
+def _of_many_queries(family: Family, records: Sequence[PackedRecord]) -> Iterator[Row]:
+    """Rows for groups of heads by how uneven lengths are, by tiles per SM and by keys; see `nearby`.
 
-    It is where the keys of the longest sequence, which one CTA would go through alone, take longer than the tiles of
-    queries that an SM has: for more keys than so many times the tiles per SM, a number of each band of these, for all
-    groups that its tiles have room for. What is gained counts beyond a factor `at_least`.
+    For each group that was measured, and for all others of up to as many heads as tiles have room for. Behind these
+    come rows of modules that split no keys, for calls that ask for that and for more heads: for multiples of what a
+    tile may hold, for one head of its own, and for any group.
     """
-    both = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
-    for below, edge in pairwise((LOADS[0], *LOADS)):
-        middle = math.sqrt(below * edge)
-        near = [(each, weight) for each in both if (weight := _weight(each, middle)) >= LEAST_WEIGHT]
-        rule = _rule(near, at_least)
-        if rule is None:
-            continue
-        file, keys_of_tile = rule
-        timed = [(each, result) for each, _ in near if (result := _result(file, each))]
-        served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
-        room = min(_most_heads(result.spec) for _, result in served)
-        row = _row(family, edge, _Part(None, file, tuple(_Cell(each, at_most=room) for each, _ in served)))
-        yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": round(keys_of_tile * middle)})
+    specs = [result.spec for record in records for result in record.results]
+    room, whole = max(map(_most_heads, specs)), [spec for spec in specs if not _most_heads(spec)]
+    for group in sorted({record.problem.group for record in records}):
+        exactly = AtMost(at_most=group, at_least=group if group > 1 else None)
+        yield from _of_group(family, records, exactly, (group,), group)
+    yield from _of_group(family, records, AtMost(at_most=room), range(1, room + 1), ANY_GROUP)
+    records = _without_split_keys(records)
+    for heads in sorted({_heads_in_a_tile(spec) for spec in whole} - {1}, reverse=True):
+        served = range(heads, 2 * room * heads, heads)
+        yield from _of_group(family, records, Multiples(multiple_of=heads), served, heads, fewer=True)
+    yield from _of_group(family, records, AtMost(at_most=1), (1,), 1, fewer=True)
+    yield from _of_group(family, records, None, range(1, 2 * room), ANY_GROUP, fewer=True)
 
 
-def _of_own_groups(family: Family, records: Sequence[Record], *, at_least: float = 1.0) -> Iterator[Row]:
-    """Rows of modules that split keys for each group that was measured and is no power of two, and for no other."""
-    for group in sorted({record.problem.group for record in records if _has_own_rows(record)}):
-        alone = [record for record in records if record.problem.group == group]
-        for row in _of_many_keys(family, alone, at_least=at_least):
-            yield row.model_copy(update={"group": AtMost(at_most=group, at_least=group)})
+def _of_group(
+    family: Family,
+    records: Sequence[PackedRecord],
+    condition: AtMost | Multiples | None,
+    groups: Collection[int],
+    around: int,
+    *,
+    fewer: bool = False,
+) -> Iterator[Row]:
+    """Rows for groups of heads, made of records around one of these, of modules that serve all of them; `fewer`: they
+    tell apart only lengths that are about even and such that are not."""
+    timed = [nearby.Timed(_place_of(record), _speeds_of(record)) for record in records]
+    able = {_file(each) for record in records for each in record.results if _serves_all(each.spec, groups)}
+    for edge, middle in FEWER_BANDS if fewer else zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True):
+        longest = Times(up_to=edge) if edge else None
+        for choice in nearby.choices(timed, able, around, middle):
+            row = _row_of(family, choice.module, choice.tiles, choice.keys, [_told(choice, records)])
+            yield row.model_copy(update={"group": condition, "longest_q": longest})
 
 
-def _of_other_groups(records: Iterable[Record]) -> list[Record]:
-    """The records that rows for groups without rows of their own are made of."""
-    return [record for record in records if not _has_own_rows(record)]
+def _place_of(record: PackedRecord) -> nearby.Place:
+    size = size_of(record)
+    return nearby.Place.of(size.tiles / size.sms, size.keys, size.group, size.unevenness)
 
 
-def _has_own_rows(record: Record) -> bool:
-    """Whether its group, which is no power of two, has rows of its own: tiles of four or eight heads do not fit it, or
-    read its keys more often, so that it pays sooner to split them."""
-    return record.problem.group & (record.problem.group - 1) != 0
+def _speeds_of(record: PackedRecord) -> dict[_File, float]:
+    """Of modules that write LSE."""
+    return {_file(each): each.tflops for each in record.results if each.spec.get("outputs", {}).get("lse", True)}
 
 
-def _weight(record: Record, load: float) -> float:
-    """What a record counts for in rows of about so many tiles per SM; see OCTAVES."""
-    octaves = math.log2(_load_as_long(record) / load)
-    return math.exp(-((octaves / OCTAVES) ** 2) / 2)
+def _serves_all(spec: Mapping[str, Any], groups: Iterable[int]) -> bool:
+    """Whether the tiles of a module take all of these groups of heads."""
+    most = _most_heads(spec)
+    return all(group <= most if most else group % _heads_in_a_tile(spec) == 0 for group in groups)
 
 
-def _rule(records: Sequence[tuple[Record, float]], at_least: float) -> tuple[_File, float] | None:
-    """The module that splits keys, and the number of keys for each tile per SM from which on it serves, that gain the
-    most in records of such weights; None where nothing gains WORTH_A_ROW.
-
-    The number is one of THRESHOLDS, and not less than half of the least that was measured.
-    """
-    best: tuple[float, _File, float] | None = None
-    for file in sorted({file for record, _ in records for file in _of_split_keys(record)}):
-        found = [(_keys_of_tile(each), _gain(file, each), weight) for each, weight in records]
-        gains = [(keys, gain - math.log(at_least), weight) for keys, gain, weight in found if gain > -math.inf]
-        least = min(keys for keys, _, _ in gains) / 2
-        for over in THRESHOLDS:
-            if over < least:
-                continue
-            beyond = [(gain, weight) for keys, gain, weight in gains if keys > over]
-            total, there = sum(weight * gain for gain, weight in beyond), sum(weight for _, weight in beyond)
-            if beyond and total > there * math.log1p(WORTH_A_ROW) and (best is None or total > best[0]):
-                best = total, file, over
-    return best[1:] if best else None
-
-
-def _keys_of_tile(record: Record) -> float:
-    """Keys of a sequence, as far as a call tells, for each tile of queries that an SM has."""
-    return _known_keys(record) / _load_as_long(record)
-
-
-def _load_as_long(record: Record) -> float:
-    """Tiles of queries for each SM, LEAST_LOAD at least, which takes as long as fewer."""
-    return max(_load(record), LEAST_LOAD)
-
-
-def _known_keys(record: Record) -> int:
-    """Keys of a sequence, of the longest one where sequences are packed, of those that a window shows."""
-    problem = record.problem
-    if isinstance(problem, PackedProblem):
-        return seen(max(problem.lengths_k), problem.window)
-    return problem.seq_k
-
-
-def _gain(file: _File, record: Record) -> float:
-    """The logarithm of how much faster a module is than the best that does not split keys; -inf without its speed."""
-    found = _result(file, record)
-    others = [each.tflops for each in record.results if not _most_heads(each.spec)]
-    return math.log(found.tflops / max(others)) if found else -math.inf
-
-
-def _result(file: _File, record: Record) -> Result | PackedResult | None:
-    """What a record says of a module, of the very file; None where that was not measured."""
-    return next((each for each in record.results if _file(each) == file), None)
+def _told(choice: nearby.Choice, records: Sequence[PackedRecord]) -> Shapes:
+    """What the records around say of a module."""
+    (second, digest), ratio = choice.second if choice.second else ((None, None), None)
+    return Shapes(
+        shapes=len(choice.records),
+        runner_up=second,
+        runner_up_ratio=rounded(ratio) if ratio else None,
+        runner_up_sha256=digest,
+        gpu=", ".join(sorted({records[number].gpu for number in choice.records})),
+    )
 
 
 def _of_split_keys(record: Record) -> set[_File]:
@@ -378,15 +337,14 @@ def _of_split_keys(record: Record) -> set[_File]:
     return {_file(each) for each in record.results if _most_heads(each.spec)}
 
 
-def _without_split_keys(records: Iterable[Record]) -> list[Record]:
-    """The records without the modules that split keys: of calls for which these have no row, or which they may not
-    serve."""
-    found: list[Record] = []
+def _without_split_keys(records: Iterable[PackedRecord]) -> list[PackedRecord]:
+    """The records without the modules that split keys."""
+    found: list[PackedRecord] = []
     for record in records:
         split = {stem for stem, _ in _of_split_keys(record)}
         left = [result for result in record.results if result.stem not in split]
         if left:
-            found.append(record.model_copy(update={"results": left}) if split else record)
+            found.append(record.model_copy(update={"results": left}))
     return found
 
 
@@ -401,60 +359,8 @@ def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
             yield from (row.model_copy(update={"group": Multiples(multiple_of=group)}) for row in rows)
 
 
-def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows for groups of heads that are multiples of the largest one that was measured, then for each other one that
-    was, then for one head of its own, then for any group; each where others than modules for all calls serve best, or
-    where rows for any group would come next.
-
-    Those for any group are made of all records but those of one head, which have a row of their own. A multiple of a
-    smaller group is among them: a tile of 4 heads, which is best for 4, reads the keys of 12 three times. Before all of
-    them come those of a module that splits keys, of records where there was one. Decoding steps have very different
-    numbers of keys, about which a call says nothing: records where all have about as many, so that nobody waits for the
-    longest, tell nothing of where it pays. But of a group that is no power of two they do: other modules leave rows of
-    a chunk's tiles empty, or read the keys of a step once for each head, whatever keys there are. So each such group
-    that was measured has rows of its own first.
-    """
-    yield from _of_own_groups(family, records, at_least=UNEVEN_GAIN)
-    of_uneven_keys = [record for record in records if _known_keys(record) > UNEVEN_KEYS * record.problem.seq_k]
-    yield from _of_many_keys(family, _of_other_groups(of_uneven_keys), at_least=UNEVEN_GAIN)
-    records = _without_split_keys(records)
-    of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
-    of_group: list[tuple[AtMost | Multiples, Iterable[_Cell]]] = []
-    groups = sorted({record.problem.group for record in of_several}, reverse=True)
-    for group in groups:
-        own = [_Cell(record, group) for record in records if record.problem.group == group]
-        only = AtMost(at_most=group, at_least=group)
-        of_group.append((only if group < groups[0] else Multiples(multiple_of=group), own))
-    of_group.append((AtMost(at_most=1), map(_Cell, of_one)))
-    rest = list(_rows(family, map(_Cell, of_several)))
-    if _are_for_all(rest, records):
-        rest = []
-    for condition, cells in of_group:
-        rows = list(_rows(family, cells))
-        if rest or not _are_for_all(rows, records):
-            yield from (row.model_copy(update={"group": condition}) for row in rows)
-    yield from rest
-
-
-def _are_for_all(rows: Iterable[Row], records: Iterable[Record]) -> bool:
-    """Whether only modules for calls of any kind serve, which rows behind these choose."""
-    of_all = {
-        result.stem
-        for record in records
-        for result in record.results
-        if _heads_in_a_tile(result.spec) == 1 and result.spec.get("order") != "by_head"
-    }
-    return all(row.module in of_all for row in rows)
-
-
 def _is_decoding(record: Record) -> bool:
-    return record.problem.seq_q <= FEW_QUERIES and not _is_mixed(record)
-
-
-def _is_mixed(record: Record) -> bool:
-    """Whether sequences have few queries in the mean, and not all have."""
-    problem = record.problem
-    return isinstance(problem, PackedProblem) and is_mixed(max(problem.lengths_q), problem.seq_q)
+    return _most_queries(record) <= FEW_QUERIES
 
 
 def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
@@ -485,7 +391,7 @@ def _where_nobody_waits(record: Record, queries: int) -> Sequence[Result | Packe
     tiles of the most rows, since small ones read the keys of more queries once more.
     """
     long = _is_long(record)
-    if not isinstance(record, PackedRecord) or (long and _load(record) > BANDS[-1]):
+    if not isinstance(record, PackedRecord) or (long and record.tiles_per_sm > BANDS[-1]):
         return record.results
     split = [result for result in record.results if result.spec.get("split")]
     large = long and _most_queries(record) < queries
@@ -530,7 +436,7 @@ def _ends(row: Row, records: Sequence[Record]) -> dict[str, Region | Load | None
     """Where a row ends that has no end of its own: by the last band, and the most keys, of the records around it."""
     last = max(map(band_of, records))
     load = row.tiles_per_sm or (Load(up_to=BANDS[last]) if last < len(BANDS) else None)
-    within = [record for record in records if load is None or _load(record) <= load.up_to]
+    within = [record for record in records if load is None or record.tiles_per_sm <= load.up_to]
     number = max(map(band_of, within))
     longest = max(_known_keys(record) for record in within if band_of(record) == number)
     return {"tiles_per_sm": load, "seq_k": row.seq_k or Region(up_to=2 * longest)}
@@ -555,12 +461,7 @@ def _of_few(
 
 def band_of(record: Record) -> int:
     """The number of a record's band: that of the first edge in BANDS which its tiles per SM do not exceed."""
-    return bisect.bisect_left(BANDS, _load(record))
-
-
-def _load(record: Record) -> float:
-    """Tiles for each SM as rows count them: see `Row.most_tiles`."""
-    return record.tiles_per_sm / (record.problem.group if _is_mixed(record) else 1)
+    return bisect.bisect_left(BANDS, record.tiles_per_sm)
 
 
 def _rows(family: Family, cells: Iterable[_Cell], *, fill_up: bool = False) -> Iterator[Row]:
@@ -664,7 +565,13 @@ def _served_by(parts: Sequence[_Part], lengths: Mapping[int, Sequence[_Cell]]) -
 
 
 def _row(family: Family, edge: float | None, part: _Part) -> Row:
-    stem, digest = part.file
+    return _row_of(family, part.file, edge, part.up_to, _measured(part))
+
+
+def _row_of(
+    family: Family, file: _File, tiles: float | None, keys: int | None, measured: Sequence[Measurement | Shapes]
+) -> Row:
+    stem, digest = file
     return Row(
         dtype=family.dtype,
         head_dim=family.head_dim,
@@ -679,11 +586,11 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         v_permuted=family.v_permuted or None,
         layout=None if family.layout == "dense" else family.layout,
         page_rows=family.page_rows,
-        tiles_per_sm=None if edge is None else Load(up_to=edge),
-        seq_k=None if part.up_to is None else Region(up_to=part.up_to),
+        tiles_per_sm=None if tiles is None else Load(up_to=tiles),
+        seq_k=None if keys is None else Region(up_to=keys),
         module=stem,
         sha256=digest,
-        measured=_measured(part),
+        measured=list(measured),
     )
 
 
@@ -746,12 +653,20 @@ def shares(records: Iterable[Record], rows: Sequence[Row]) -> list[Share]:
     return found
 
 
+def _known_keys(record: Record) -> int:
+    """Keys of a sequence, of the longest one where sequences are packed, of those that a window shows."""
+    problem = record.problem
+    if isinstance(problem, PackedProblem):
+        return seen(max(problem.lengths_k), problem.window)
+    return problem.seq_k
+
+
 def size_of(record: Record) -> Size:
     """That of the call that was timed, as the host knows it."""
     problem, keys = record.problem, _known_keys(record)
-    if not isinstance(problem, PackedProblem):
-        return Size(keys, problem.shape.tiles, record.sms, problem.group, problem.seq_q)
-    tiles, longest = problem.shape.mean.tiles, max(problem.lengths_q)
+    if not isinstance(record, PackedRecord):
+        return Size(keys, record.problem.shape.tiles, record.sms, problem.group, problem.seq_q)
+    tiles, longest = round(record.tiles_per_sm * record.sms), _most_queries(record)
     return Size(keys, tiles, record.sms, problem.group, longest, mean_queries=problem.seq_q)
 
 

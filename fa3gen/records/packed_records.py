@@ -25,7 +25,7 @@ from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape, Measured
-from fa3gen.run.dispatch import MEASURE, seen
+from fa3gen.run.dispatch import MEASURE, seen, tiles_of_packed
 from fa3gen.spec.model import AttentionDType, Forward, SequenceLayout, StoredDType, WindowMask
 from fa3gen.spec.specfile import Variant
 
@@ -175,8 +175,10 @@ class PackedRecord(Part):
 
     @property
     def tiles_per_sm(self) -> float:
-        """How many tiles there are for each SM of its GPU, if all sequences were as long as the mean."""
-        return self.problem.shape.mean.tiles / self.sms
+        """How many tiles there are for each SM of its GPU, as rows count them."""
+        problem = self.problem
+        heads, longest = (problem.heads_q, problem.heads_kv), max(problem.lengths_q)
+        return tiles_of_packed(sum(problem.lengths_q), len(problem.lengths_q), heads, longest) / self.sms
 
 
 def results_of(workspace: Workspace, speeds: Iterable[tuple[Variant[Forward], float]]) -> list[PackedResult]:

@@ -1,17 +1,18 @@
 """Which generated module `fa3gen.attention` and `fa3gen.attention_packed` call: the first row of a table that fits.
 
 The table is `fa3gen/dispatch.yaml`, written by `fa3gen.records.dispatch_table` and never by hand. A row says for which
-layout, dtype, head dims, mask, number of tiles per SM, number of keys, and query heads for each head of k it stands,
-names one module by its stem and its SHA-256, and holds what was measured there. A workspace of your own has its own
-table, `dispatch.yaml` beside `specs/`, whose rows come before those of the package. Where no row fits, a module that
-was never measured is taken only when there is no choice: one that fits exactly, or one of the production set (`fwd_*`)
-among those that do.
+layout, dtype, head dims, mask, number of tiles per SM, number of keys, query heads for each head of k and queries of
+the longest sequence it stands, names one module by its stem and its SHA-256, and holds what was measured there. A
+workspace of your own has its own table, `dispatch.yaml` beside `specs/`, whose rows come before those of the package.
+Where no row fits, a module that was never measured is taken only when there is no choice: one that fits exactly, or one
+of the production set (`fwd_*`) among those that do.
 
 Imports neither torch nor cutlass.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import math
@@ -22,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
@@ -58,6 +59,7 @@ MEASURE = "fa3gen tune --measure"  # modules, of dense tensors at shapes that ar
 PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 FEW_QUERIES = 16  # of a sequence: what rows for decoding serve at most
+UNEVEN = (2.0, 6.0, 20.0)  # times the queries in the mean: up to which the longest sequence has them, in rows
 DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file from another, and short enough to read
 
 
@@ -95,21 +97,32 @@ def seen(keys: int, window: Sequence[int] | None) -> int:
     return min(keys, left + 1 + max(right, 0))
 
 
-def is_mixed(longest: int, mean: int) -> bool:
-    """Whether sequences have few queries in the mean, and not all have: chunks of prompts beside decoding steps.
+def unevenness(longest: int, mean: int) -> float:
+    """Queries of the longest sequence over those of one in the mean.
 
-    Or up to a tile in the mean where the longest has at least three times as many: a long chunk beside some steps.
-    `longest`: queries of the longest sequence, NO_LIMIT where nobody says; `mean`: those of one in the mean.
+    Where nobody says how many the longest has, all have as many, or, of few in the mean, one has any number: a chunk of
+    a prompt among decoding steps.
     """
-    if mean <= FEW_QUERIES:
-        return longest > FEW_QUERIES
-    return mean <= TILE_ROWS and 3 * mean <= longest < NO_LIMIT
+    if longest == NO_LIMIT:
+        return math.inf if mean <= FEW_QUERIES else 1.0
+    return longest / max(mean, 1)
 
 
 def queries_in_key(longest: int, mean: int) -> int:
     """What rows have conditions on, of queries, in a number that is the same where they choose alike: as many as the
-    longest sequence has, one at least, where these are few, else 0 or less."""
-    return max(longest, 1) if longest <= FEW_QUERIES else -is_mixed(longest, mean)
+    longest sequence has, one at least, where these are few, else, negative, how many of UNEVEN lengths are beyond."""
+    if longest <= FEW_QUERIES:
+        return max(longest, 1)
+    return -bisect.bisect_left(UNEVEN, unevenness(longest, mean))
+
+
+def tiles_of_packed(total_q: int, sequences: int, heads: tuple[int, int], longest: int) -> int:
+    """Tiles of packed sequences as rows count them: of TILE_ROWS rows, of queries of all heads that share one of k, and
+    one at least for each sequence and head of k; where all have few queries, a tile for each sequence and head of q."""
+    heads_q, heads_kv = heads
+    if longest <= FEW_QUERIES:
+        return sequences * heads_q
+    return max(sequences * heads_kv, -(-total_q * heads_q // TILE_ROWS))
 
 
 @dataclass(frozen=True)
@@ -118,14 +131,14 @@ class Size:
 
     Keys are those of a sequence: where sequences are packed of the longest, or in the mean if a call does not tell, and
     there as many as a window shows at most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever
-    module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where there is none, and an H200's
-    are taken. `group` is the number of query heads that share a head of k and v. Queries are those of a sequence; where
-    sequences are packed those of the longest, as far as a call tells, and `mean_queries` are those of one in the mean.
-    `parts`: in how many the keys of a tile of queries are to come, in the mean where sequences are packed; 1: no module
-    serves the call that splits keys, 0: any. `own_bits`: a row's bits are its own, in a module that serves calls of
-    every size, or in two that give a row the same bits. `in_parts`: of these the one for few queries is wanted, and the
-    host knows that there is room for what parts of the keys leave. `in_rows`: dense tensors lie so that a module of
-    packed sequences can serve the call.
+    module serves the call, and of packed sequences those of `tiles_of_packed`. `sms_here` are the SMs of the GPU that
+    it runs on; None where there is none, and an H200's are taken. `group` is the number of query heads that share a
+    head of k and v. Queries are those of a sequence; where sequences are packed those of the longest, as far as a call
+    tells, and `mean_queries` are those of one in the mean. `parts`: in how many the keys of a tile of queries are to
+    come, in the mean where sequences are packed; 1: no module serves the call that splits keys, 0: any. `own_bits`: a
+    row's bits are its own, in a module that serves calls of every size, or in two that give a row the same bits.
+    `in_parts`: of these the one for few queries is wanted, and the host knows that there is room for what parts of the
+    keys leave. `in_rows`: dense tensors lie so that a module of packed sequences can serve the call.
     """
 
     keys: int
@@ -156,9 +169,9 @@ class Size:
         return f", keys in {self.parts} parts" if self.parts > 1 else ", keys not split" * self.whole
 
     @property
-    def mixed(self) -> bool:
-        """Whether chunks of prompts come beside decoding steps."""
-        return is_mixed(self.queries, self.mean_queries)
+    def unevenness(self) -> float:
+        """How many times the queries in the mean the longest of packed sequences has."""
+        return 1.0 if self.mean_queries == NO_LIMIT else unevenness(self.queries, self.mean_queries)
 
     @property
     def sms(self) -> int:
@@ -168,9 +181,10 @@ class Size:
     def __str__(self) -> str:
         """`1024 keys, 64 tiles of 128 queries on 132 SMs`."""
         whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
-        tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
+        tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} query rows"
         heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
-        few = counted(self.mean_queries, "query", "queries") + " of a sequence in the mean, " if self.mixed else ""
+        uneven = self.unevenness > UNEVEN[0]
+        few = counted(self.mean_queries, "query", "queries") + " of a sequence in the mean, " if uneven else ""
         if self.queries <= FEW_QUERIES:
             few = counted(self.queries, "query", "queries") + ", "
         how = self.division + ", the same bits in any batch" * self.own_bits
@@ -225,6 +239,12 @@ class Region(SpecModel):
     """Numbers of keys, or of queries, up to and including `up_to`."""
 
     up_to: int = Field(gt=0)
+
+
+class Times(SpecModel):
+    """Multiples up to and including `up_to`."""
+
+    up_to: float = Field(ge=1)
 
 
 class Load(SpecModel):
@@ -312,34 +332,22 @@ class Row(SpecModel):
     page_rows: int | None = Field(default=None, gt=0, description="Of pages: for sizes that are multiples of it.")
     group: Multiples | AtMost | None = None
     seq_q: Region | None = Field(default=None, description="Queries of each sequence, few for a decoding step.")
-    mean_q: Region | None = Field(
-        default=None,
-        description="Queries of packed sequences in the mean, of decoding steps and some prompts; more than 16 only "
-        "where the longest has three times as many.",
+    longest_q: Times | None = Field(
+        default=None, description="Queries of the longest of packed sequences, more than few, beside those in the mean."
     )
     tiles_per_sm: Load | None = Field(
         default=None,
-        description="Tiles of 128 queries of one head; of few in the mean, of all heads that share one of k.",
+        description="Tiles of 128 query rows of one head; of packed sequences with more than few queries, of all heads "
+        "that share one of k.",
     )
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences the longest one's, if known.")
-    seq_k_over: int | None = Field(default=None, gt=0, description="Of so many keys, and fewer, it does not stand.")
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
     measured: list[Measurement | Shapes] = Field(min_length=1)
 
     def most_tiles(self, size: Size) -> int:
-        """The largest number of tiles, as a size counts them, that it serves on a GPU with so many SMs.
-
-        The heads of a group share a tile where sequences have few queries in the mean.
-        """
-        if self.tiles_per_sm is None:
-            return NO_LIMIT
-        return math.floor(self.tiles_per_sm.up_to * size.sms) * (1 if self.mean_q is None else size.group)
-
-    @property
-    def least_keys(self) -> int:
-        """The smallest number of keys that it serves."""
-        return 0 if self.seq_k_over is None else self.seq_k_over + 1
+        """The largest number of tiles, as a size counts them, that it serves on a GPU with so many SMs."""
+        return NO_LIMIT if self.tiles_per_sm is None else math.floor(self.tiles_per_sm.up_to * size.sms)
 
     @property
     def most_keys(self) -> int:
@@ -350,7 +358,7 @@ class Row(SpecModel):
         """Whether this row stands for a call."""
         if not self.is_for(family) or not self.serves_rows(size):
             return False
-        return self.least_keys <= size.keys <= self.most_keys and size.tiles <= self.most_tiles(size)
+        return size.keys <= self.most_keys and size.tiles <= self.most_tiles(size)
 
     def is_for(self, family: Family) -> bool:
         """Whether it stands for calls of this family, of any size."""
@@ -360,15 +368,14 @@ class Row(SpecModel):
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
         if self.seq_q is not None and size.queries > self.seq_q.up_to:
             return False
-        few_in_the_mean = size.mean_queries <= FEW_QUERIES or size.mixed
-        if self.mean_q is not None and not (few_in_the_mean and size.mean_queries <= self.mean_q.up_to):
+        if self.longest_q is not None and (size.queries <= FEW_QUERIES or size.unevenness > self.longest_q.up_to):
             return False
         return self.group is None or self.group.holds(size.group)
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
 
-        All calls of a stretch have the same group, as many queries where these are few, else few in the mean or not.
+        All calls of a stretch have the same group, as many queries where these are few, else as uneven ones.
         """
         if not self.serves_rows(size):
             return around
@@ -377,9 +384,7 @@ class Row(SpecModel):
             return around._replace(least_tiles=max(around.least_tiles, most_tiles + 1))
         if size.keys > self.most_keys:
             return around._replace(least_keys=max(around.least_keys, self.most_keys + 1))
-        if size.keys < self.least_keys:
-            return around._replace(most_keys=min(around.most_keys, self.least_keys - 1))
-        return around.meet(Stretch(self.least_keys, self.most_keys, most_tiles=most_tiles))
+        return around.meet(Stretch(most_keys=self.most_keys, most_tiles=most_tiles))
 
     @property
     def family(self) -> Family:
@@ -399,14 +404,12 @@ class Row(SpecModel):
     @property
     def region(self) -> str:
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
-        whose = " of a head of k" if self.mean_q else ""
         conditions = [
-            f"up to {self.mean_q.up_to} queries in the mean" if self.mean_q else "",
+            f"the longest of up to {self.longest_q.up_to:g} times the queries in the mean" if self.longest_q else "",
             f"up to {self.seq_q.up_to} queries" if self.seq_q else "",
             f"{self.group}" if self.group else "",
-            f"up to {self.tiles_per_sm.up_to:g} tiles{whose} per SM" if self.tiles_per_sm else "",
-            f"over {self.seq_k_over} keys" if self.seq_k_over else "",
-            f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys" * (self.seq_k_over is None),
+            f"up to {self.tiles_per_sm.up_to:g} tiles per SM" if self.tiles_per_sm else "",
+            f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys",
         ]
         return ", ".join(filter(None, conditions))
 
@@ -415,6 +418,14 @@ class Table(SpecModel):
     """All rows, in the order in which they are looked at."""
 
     rows: list[Row]
+    _of_family: dict[Family, list[tuple[int, Row]]] = PrivateAttr(default_factory=dict)
+
+    def of_family(self, family: Family) -> list[tuple[int, Row]]:
+        """The rows for calls of a family, with their numbers from 1 on; found once, since every new size asks."""
+        if family not in self._of_family:
+            numbered = [(number, row) for number, row in enumerate(self.rows, 1) if row.is_for(family)]
+            self._of_family[family] = numbered
+        return self._of_family[family]
 
 
 def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
@@ -505,9 +516,7 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
     """The module of the first row that serves a call, if there is one, and of which sizes this is so."""
     around = Stretch()
     for home, path in tables(workspace):
-        for number, row in enumerate(read_table(path).rows, 1):
-            if not row.is_for(family):
-                continue
+        for number, row in read_table(path).of_family(family):
             around = row.narrowed(around, size)
             if not row.serves(family, size):
                 continue
@@ -870,19 +879,25 @@ def rows_as_written(text: str) -> list[dict[str, Any]]:
     if not begin or any(not line.startswith("#") for line in head.splitlines()):
         raise ValueError("no rows behind comments")
     rows: list[dict[str, Any]] = []
-    for line in _WORD.sub(_quoted, entries).splitlines():
+    for line in entries.splitlines():
         if line.startswith("  - "):
-            rows[-1]['"measured"'].append(json.loads(line[4:], object_pairs_hook=_unlike))
+            rows[-1]["measured"].append(_value(line[4:]))
             continue
         name, colon, value = line[2:].partition(":")
         if line.startswith("- "):
             rows.append({})
         elif not line.startswith("  "):
             raise ValueError(line)
-        if not colon or name in rows[-1]:
+        if not colon or (name := _value(name)) in rows[-1]:
             raise ValueError(line)
-        rows[-1][name] = json.loads(value, object_pairs_hook=_unlike) if value else []
-    return [{json.loads(name): value for name, value in row.items()} for row in rows]
+        rows[-1][name] = _value(value) if value else []
+    return rows
+
+
+@lru_cache(maxsize=4096)  # most stand there many times
+def _value(text: str) -> Any:
+    """What an entry says, in a form that nobody changes."""
+    return json.loads(_WORD.sub(_quoted, text), object_pairs_hook=_unlike)
 
 
 def _quoted(found: re.Match[str]) -> str:

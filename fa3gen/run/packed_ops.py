@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design import splits
-from fa3gen.design.family import TILE_ROWS, Family, Shape
+from fa3gen.design.family import Family, Shape
 from fa3gen.run import calls, checks, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size, queries_in_key
@@ -384,7 +384,7 @@ def _size(
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     paged = page_table is not None
-    keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window, paged)
+    keys, tiles, queries, mean = _extents(total_q, total_k, offsets, (heads_q, heads_kv), *longest, window, paged)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
     in_parts = _in_parts(q, v, page_table, queries, longest, how)
@@ -414,10 +414,17 @@ def _rows(v: Any, page_table: Any) -> int:
 
 
 def _extents(
-    total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any, window: Window, paged: bool
+    total_q: int,
+    total_k: int,
+    offsets: int,
+    heads: tuple[int, int],
+    max_q: Any,
+    max_k: Any,
+    window: Window,
+    paged: bool,
 ) -> tuple[int, int, int, int]:
     """Keys of the longest sequence, if a call says how many, else of one in the mean, rounded up, or of a full row of
-    the page table; and tiles of 128 queries, if all sequences had as many as one in the mean.
+    the page table; and tiles as rows count them, of query heads and heads of k.
 
     Of the keys as many as a window shows. And queries of the longest sequence: if nobody says how many, one where there
     are no more queries than sequences, else any number, for in the mean a chunk of a prompt among decoding steps is few
@@ -434,7 +441,7 @@ def _extents(
         keys = min(max_k, keys if paged else total_k)
     if window is not None:
         keys = dispatch.seen(keys, window)
-    return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest, seq_q
+    return keys, dispatch.tiles_of_packed(total_q, sequences, heads, longest), longest, seq_q
 
 
 def _serving(
@@ -467,7 +474,7 @@ def _serving(
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         offsets, paged = cu_seqlens_q.shape[0], page is not None
-        length, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window, paged)
+        length, tiles, queries, mean = _extents(total_q, total_k, offsets, (heads_q, heads_kv), *longest, window, paged)
         key += (queries_in_key(queries, mean),)
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)

@@ -288,11 +288,10 @@ def drawn(asked: argparse.Namespace) -> Cells:
         if kind == "drafts":
             queries = [at.choice((2, 3, 4, 5, 6, 8, 12, 16))] * at.choice((1, 2, 4, 8, 16, 32, 64))
         elif kind == "chunks":
-            queries = [int(2 ** at.uniform(5, 11.5)) for _ in range(at.choice((1, 1, 2, 3, 4, 8)))]
+            queries = packed_cells.drawn_chunks(at)
         else:
-            queries = [1] * at.choice((7, 15, 20, 31, 63)) + [int(2 ** at.uniform(6, 11))]
-            at.shuffle(queries)
-        keys = [max(q, int(longest * 2 ** at.uniform(-3, 0))) for q in queries]
+            queries = packed_cells.drawn_steps(at)
+        keys = packed_cells.drawn_keys(at, queries, longest)
         page = at.choice((16, 32, 64, 128))
         problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page)
         least, most = min(keys), max(keys)
