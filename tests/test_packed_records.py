@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,16 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
     assert not any("none" in label or " sink" in label for label in made_for_them)
+
+
+def test_drawn_lists_are_those_that_were_measured() -> None:
+    """Whatever Python draws them: records hold the lengths."""
+    paths = packed_records.directory(CHECKOUT).glob("bf16_d128_causal_pages_64_drawn_*.json")
+    problems = [PackedProblem.model_validate(json.loads(path.read_text())["problem"]) for path in paths]
+    drawn = packed_cells.DRAWN_CHUNK_LENGTHS | packed_cells.DRAWN_STEP_LENGTHS
+    assert {problem.lengths for problem in problems} == drawn.keys()
+    for problem in problems:
+        assert (tuple(problem.lengths_q), tuple(problem.lengths_k)) == drawn[problem.lengths]
 
 
 def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:
