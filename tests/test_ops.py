@@ -675,7 +675,7 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         fake = torch.empty(2, 7, 4, 64, dtype=torch.float16, device="cuda")
         other = fa3gen.attention.explain(fake, fake, fake, causal=True)
         assert (other.stem, other.row) == (why.stem, why.row)
-    assert "  for   5 queries, 7 keys, 8 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    assert "  for   5 queries, 7 keys, 8 tiles of 128 query rows on 132 SMs, as on an H200" in str(why)
     with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
         fa3gen.attention.explain(q, k, v, window=(300, 0))
     with pytest.raises(

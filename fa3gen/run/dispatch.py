@@ -179,7 +179,7 @@ class Size:
         return H200.sms if self.sms_here is None else self.sms_here
 
     def __str__(self) -> str:
-        """`1024 keys, 64 tiles of 128 queries on 132 SMs`."""
+        """`1024 keys, 64 tiles of 128 query rows on 132 SMs`."""
         whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
         tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} query rows"
         heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
