@@ -25,6 +25,7 @@ from fa3gen.measure.packed_cells import (
     MIXED_LENGTHS,
     PAGED_LENGTHS,
     SHORT_LENGTHS,
+    cells,
 )
 from fa3gen.records import packed_records
 from fa3gen.records.evidence import Status
@@ -74,14 +75,16 @@ def test_cells_of_a_module_are_those_of_the_records() -> None:
     heads = ("16 heads", "64 query heads on 8 KV heads", "8 query heads on 1 KV heads", "20 query heads on 5 KV heads")
     assert {panel.title for panel in panels} == {f"{of}, pages of {page}" for of in heads for page in (16, 64)}
     records = {record.problem.label: record for record in packed_records.load_all(CHECKOUT)}
+    shown: set[str] = set()
     for panel in panels:
         assert not panel.has_peers
         lists = {*DRAFT_LENGTHS, *CHUNK_LENGTHS, *MIXED_CHUNK_LENGTHS, *SHORT_LENGTHS}
         if not panel.title.startswith(("8 ", "20 ")):
             lists |= {*PAGED_LENGTHS, *DECODING_LENGTHS, *MIXED_LENGTHS}
         names = {shape.problem.lengths for shape in panel.shapes}
-        drawn = {name for name in names if name in DRAWN_CHUNK_LENGTHS or name in DRAWN_STEP_LENGTHS}
-        assert names - drawn == lists and drawn
+        drawn = names & (DRAWN_CHUNK_LENGTHS.keys() | DRAWN_STEP_LENGTHS.keys())
+        assert names - drawn == lists
+        shown |= {shape.problem.label for shape in panel.shapes if shape.problem.lengths in drawn}
         means = [statistics.mean(records[shape.problem.label].problem.lengths_k) for shape in panel.shapes]
         assert means == sorted(means)
         for shape in panel.shapes:
@@ -89,6 +92,8 @@ def test_cells_of_a_module_are_those_of_the_records() -> None:
             assert found == {each.stem: each.tflops for each in records[shape.problem.label].results}
             assert shape.own.tflops == found.pop(stem)
             assert shape.ratio is not None and shape.ratio == shape.own.tflops / max(found.values())
+    able = {problem.label for problem, found in cells(CHECKOUT) if stem in {variant.stem for variant in found}}
+    assert shown == {label for label in able if " drawn_" in label}
 
 
 def test_points_of_packed_records_stand_at_their_mean_keys(monkeypatch: pytest.MonkeyPatch) -> None:

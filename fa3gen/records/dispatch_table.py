@@ -9,7 +9,7 @@ import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from fa3gen.base.errors import UserError
@@ -19,6 +19,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H100
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.records import nearby, packed_records, tuning_records
+from fa3gen.records.nearby import WORTH_A_ROW, longest_runs
 from fa3gen.records.packed_records import PackedProblem, PackedRecord, PackedResult
 from fa3gen.records.tuning_records import Result, TuningRecord
 from fa3gen.run.dispatch import (
@@ -84,8 +85,6 @@ def _flow(value: Any) -> str:
 # to 4 the last wave is a large share of all, and a persistent CTA has few tiles to earn its prologue with. What is
 # beyond is the last band.
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
-WORTH_A_ROW = 0.01
 # Between the edges of UNEVEN, and beyond the last of them, what stands for lengths that are so uneven; and the heads of
 # a group that stands for all that were not measured.
 UNEVEN_MIDDLES, ANY_GROUP = (1.3, 3.5, 11.0, 40.0), 5
@@ -100,7 +99,7 @@ SHORT_DRAFT, DRAFT = 4, 8
 DIVIDED, LESS_BANDWIDTH = 1.05, "H100"
 
 Record = TuningRecord | PackedRecord
-_File = tuple[str, str]  # stem and first digits of the SHA-256
+_File = nearby.Module
 
 
 def _file(result: Result | PackedResult) -> _File:
@@ -269,37 +268,41 @@ def _of_many_queries(family: Family, records: Sequence[PackedRecord]) -> Iterato
     tile may hold, for one head of its own, and for any group.
     """
     specs = [result.spec for record in records for result in record.results]
-    room, whole = max(map(_most_heads, specs)), [spec for spec in specs if not _most_heads(spec)]
-    for group in sorted({record.problem.group for record in records}):
-        exactly = AtMost(at_most=group, at_least=group if group > 1 else None)
-        yield from _of_group(family, records, exactly, (group,), group)
-    yield from _of_group(family, records, AtMost(at_most=room), range(1, room + 1), ANY_GROUP)
-    records = _without_split_keys(records)
-    for heads in sorted({_heads_in_a_tile(spec) for spec in whole} - {1}, reverse=True):
-        served = range(heads, 2 * room * heads, heads)
-        yield from _of_group(family, records, Multiples(multiple_of=heads), served, heads, fewer=True)
-    yield from _of_group(family, records, AtMost(at_most=1), (1,), 1, fewer=True)
-    yield from _of_group(family, records, None, range(1, 2 * room), ANY_GROUP, fewer=True)
+    room, several = max(map(_most_heads, specs)), {_heads_in_a_tile(spec) for spec in specs if not _most_heads(spec)}
+    measured = sorted({record.problem.group for record in records})
+    groups: list[_Groups] = [
+        (AtMost(at_most=group, at_least=group if group > 1 else None), (group,), group) for group in measured
+    ]
+    groups.append((AtMost(at_most=room), range(1, room + 1), ANY_GROUP))
+    yield from _around(family, records, groups, tuple(zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True)))
+    more: list[_Groups] = [
+        (Multiples(multiple_of=heads), range(heads, 2 * room * heads, heads), heads)
+        for heads in sorted(several - {1}, reverse=True)
+    ]
+    more += [(AtMost(at_most=1), (1,), 1), (None, range(1, 2 * room), ANY_GROUP)]
+    yield from _around(family, _without_split_keys(records), more, FEWER_BANDS)
 
 
-def _of_group(
+# Groups of heads that rows are for: their condition, groups that modules have to serve, and one that stands for all.
+_Groups = tuple[AtMost | Multiples | None, Collection[int], int]
+
+
+def _around(
     family: Family,
     records: Sequence[PackedRecord],
-    condition: AtMost | Multiples | None,
-    groups: Collection[int],
-    around: int,
-    *,
-    fewer: bool = False,
+    groups: Iterable[_Groups],
+    bands: Sequence[tuple[float | None, float]],
 ) -> Iterator[Row]:
-    """Rows for groups of heads, made of records around one of these, of modules that serve all of them; `fewer`: they
-    tell apart only lengths that are about even and such that are not."""
+    """Rows for groups of heads, and for bands of how uneven lengths are, each by its edge and its middle."""
     timed = [nearby.Timed(_place_of(record), _speeds_of(record)) for record in records]
-    able = {_file(each) for record in records for each in record.results if _serves_all(each.spec, groups)}
-    for edge, middle in FEWER_BANDS if fewer else zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True):
-        longest = Times(up_to=edge) if edge else None
-        for choice in nearby.choices(timed, able, around, middle):
-            row = _row_of(family, choice.module, choice.tiles, choice.keys, [_told(choice, records)])
-            yield row.model_copy(update={"group": condition, "longest_q": longest})
+    specs = {_file(result): result.spec for record in records for result in record.results}
+    for condition, served, around in groups:
+        able = {file for file, spec in specs.items() if _serves_all(spec, served)}
+        for edge, middle in bands:
+            longest = Times(up_to=edge) if edge else None
+            for choice in nearby.choices(timed, able, around, middle):
+                row = _row_of(family, choice.module, choice.tiles, choice.keys, [_told(choice, records)])
+                yield row.model_copy(update={"group": condition, "longest_q": longest})
 
 
 def _place_of(record: PackedRecord) -> nearby.Place:
@@ -535,14 +538,11 @@ def _parts(lengths: Mapping[int, Sequence[_Cell]], *, last: bool) -> list[_Part]
         stands_for_itself = last and len(cells) == 1
         left.append((keys, cells, _admissible(cells, only_best=stands_for_itself or keys == max(lengths))))
     parts = []
-    while left:
-        common, count = set(left[0][2]), 1
-        while count < len(left) and (longer := common & left[count][2].keys()):
-            common, count = longer, count + 1
-        run, left = left[:count], left[count:]
+    for places, common in longest_runs([shares for _, _, shares in left]):
+        run = left[places.start : places.stop]
         file = max(sorted(common), key=lambda file: math.prod(shares[file] for _, _, shares in run))
         cells = tuple(cell for _, found, _ in run for cell in found)
-        parts.append(_Part(run[-1][0] if left else None, file, cells))
+        parts.append(_Part(run[-1][0] if places.stop < len(left) else None, file, cells))
     return parts
 
 
@@ -641,11 +641,11 @@ class Share:
 
 def shares(records: Iterable[Record], rows: Sequence[Row]) -> list[Share]:
     """What rows make of each record that one of them serves."""
-    of_family = cache(lambda family: [row for row in rows if row.is_for(family)])
+    table = Table(rows=list(rows))
     found = []
     for record in records:
         family, size = record.problem.family, size_of(record)
-        row = next((row for row in of_family(family) if row.serves(family, size)), None)
+        row = next((row for _, row in table.of_family(family) if row.serves(family, size)), None)
         if row is not None:
             speeds = {result.stem: result.tflops for result in record.results}
             speed = speeds.get(row.module)
@@ -664,10 +664,10 @@ def _known_keys(record: Record) -> int:
 def size_of(record: Record) -> Size:
     """That of the call that was timed, as the host knows it."""
     problem, keys = record.problem, _known_keys(record)
-    if not isinstance(record, PackedRecord):
-        return Size(keys, record.problem.shape.tiles, record.sms, problem.group, problem.seq_q)
-    tiles, longest = round(record.tiles_per_sm * record.sms), _most_queries(record)
-    return Size(keys, tiles, record.sms, problem.group, longest, mean_queries=problem.seq_q)
+    if not isinstance(problem, PackedProblem):
+        return Size(keys, problem.shape.tiles, record.sms, problem.group, problem.seq_q)
+    longest = _most_queries(record)
+    return Size(keys, problem.tiles, record.sms, problem.group, longest, mean_queries=problem.seq_q)
 
 
 def check_table(workspace: Workspace, records: Iterable[Record]) -> list[str]:

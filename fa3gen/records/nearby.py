@@ -20,8 +20,9 @@ TILE_OCTAVES, KEY_OCTAVES, GROUP_OCTAVES, UNEVEN_OCTAVES = 0.7, 0.5, 0.2, 1.0
 # tiles than the fewest take as long.
 TILES = tuple(2.0**step for step in range(-3, 6))
 KEYS = tuple(2 ** (step / 2) for step in range(16, 32))
-# Modules within so much of the best are as good: those are taken that need the fewest rows.
-AS_GOOD = 0.01
+# By how much a module has to be faster to be worth a row of its own: what one run differs from the next by. Modules
+# within so much of the best are as good, and those are taken that need the fewest rows.
+WORTH_A_ROW = 0.01
 # What a module's mean is made of has to be worth so much of all records; those that are worth so much of the one that
 # is worth most are told.
 LEAST_TIMED, LEAST_TOLD = 0.3, 0.1
@@ -139,22 +140,30 @@ def _bands(bands: Sequence[Sequence[_Means]]) -> Iterator[tuple[list[int], list[
 
 def _parts(means: Sequence[_Means]) -> list[_Part]:
     """The fewest parts of a band: from each beginning the modules that may stay longest, and of those the fastest."""
-    parts: list[_Part] = []
+    return [
+        (keys, max(sorted(common), key=lambda module: sum(means[key][module] for key in keys)))
+        for keys, common in longest_runs([_as_good(here) for here in means])
+    ]
+
+
+def longest_runs(able: Sequence[Collection[Module]]) -> list[tuple[range, set[Module]]]:
+    """The fewest runs of places, each with the modules that are able to serve all of it: from each beginning those that
+    may stay longest."""
+    runs: list[tuple[range, set[Module]]] = []
     start = 0
-    while start < len(means):
-        common, end = _as_good(means[start]), start + 1
-        while end < len(means) and (longer := common & _as_good(means[end])):
+    while start < len(able):
+        common, end = set(able[start]), start + 1
+        while end < len(able) and (longer := common & set(able[end])):
             common, end = longer, end + 1
-        keys = range(start, end)
-        parts.append((keys, max(sorted(common), key=lambda module: sum(means[key][module] for key in keys))))
+        runs.append((range(start, end), common))
         start = end
-    return parts
+    return runs
 
 
 def _as_good(means: _Means) -> set[Module]:
     """The best module, and those that are nearly as fast."""
     best = max(means.values())
-    return {module for module, mean in means.items() if mean >= best - AS_GOOD}
+    return {module for module, mean in means.items() if mean >= best - WORTH_A_ROW}
 
 
 def _second(there: Sequence[_Means], module: Module) -> tuple[Module, float] | None:

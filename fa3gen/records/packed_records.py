@@ -117,6 +117,12 @@ class PackedProblem(GrownPart):
         return seen(self.shape.mean.seq_k, self.window)
 
     @property
+    def tiles(self) -> int:
+        """Tiles of queries, as rows count them."""
+        heads = self.heads_q, self.heads_kv
+        return tiles_of_packed(sum(self.lengths_q), len(self.lengths_q), heads, max(self.lengths_q))
+
+    @property
     def group(self) -> int:
         """Query heads of one head of k and v."""
         return self.heads_q // self.heads_kv
@@ -176,9 +182,7 @@ class PackedRecord(Part):
     @property
     def tiles_per_sm(self) -> float:
         """How many tiles there are for each SM of its GPU, as rows count them."""
-        problem = self.problem
-        heads, longest = (problem.heads_q, problem.heads_kv), max(problem.lengths_q)
-        return tiles_of_packed(sum(problem.lengths_q), len(problem.lengths_q), heads, longest) / self.sms
+        return self.problem.tiles / self.sms
 
 
 def results_of(workspace: Workspace, speeds: Iterable[tuple[Variant[Forward], float]]) -> list[PackedResult]:

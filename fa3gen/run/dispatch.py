@@ -110,7 +110,7 @@ def unevenness(longest: int, mean: int) -> float:
 
 def queries_in_key(longest: int, mean: int) -> int:
     """What rows have conditions on, of queries, in a number that is the same where they choose alike: as many as the
-    longest sequence has, one at least, where these are few, else, negative, how many of UNEVEN lengths are beyond."""
+    longest sequence has, one at least, where these are few, else, negative, how many edges of UNEVEN they exceed."""
     if longest <= FEW_QUERIES:
         return max(longest, 1)
     return -bisect.bisect_left(UNEVEN, unevenness(longest, mean))
