@@ -4,10 +4,11 @@
 
 times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, for 8
 bits with the package nvidia-cudnn-frontend, from CUDA graphs in rounds of shuffled order, in one process. Sections:
-packed, paged, windows, decode, mixed, cache8, fp8, and drawn: calls of serving engines at random (drafts, chunks of
-prompts, chunks beside steps), the same ones for a seed. First all modules that the calls take are compiled, as many at
-once as there are cores; --list ends behind that. A line for each call has microseconds, and the ratios of speeds that
-the section is about; behind them come geometric means, the least, and how many are below what is asked.
+packed, paged, windows, decode, mixed, cache8, fp8, and two of calls at random, the same ones for a seed: drawn, of
+serving engines (drafts, chunks of prompts, chunks beside steps), and prompts (dense, packed, with windows). First all
+modules that the calls take are compiled, as many at once as there are cores; --list ends behind that. A line for each
+call has microseconds, and the ratios of speeds that the section is about; behind them come geometric means, the least,
+and how many are below what is asked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 import fa3gen  # noqa: E402
 from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
 from fa3gen.design.family import Family, PackedShape  # noqa: E402
+from fa3gen.design.masks import reach  # noqa: E402
 from fa3gen.measure import packed_cells  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
@@ -42,9 +44,11 @@ from fa3gen.measure.peers import PEERS, PackedCall, Unavailable  # noqa: E402
 from fa3gen.measure.tuning.measuring import CudaTimer, in_turns  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
 from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask  # noqa: E402
+from fa3gen.verify import reference  # noqa: E402
 
 DEVICE = torch.device("cuda")
 BURST_MS, ROUNDS, SEED = 6.0, 7, 0
+OWN_TOLERANCE = 0.005  # of O in 16 bits, by the reference
 OURS, CUDNN, FA3 = "fa3gen", "cuDNN", "FA3"
 DECODING = [
     *((1, keys, heads) for keys in (4096, 32768, 131072) for heads in ((32, 8), (8, 1), (16, 16))),
@@ -52,15 +56,20 @@ DECODING = [
     *((32, keys, heads) for keys in (4096, 16384) for heads in ((32, 8), (8, 1), (16, 16))),
     *((128, keys, heads) for keys in (2048, 8192) for heads in ((32, 8), (8, 1), (16, 16))),
 ]  # sequences of one query, keys, heads of q and of k and v
+# Head dims, and query heads and heads of k and v, as models have them; and those of prompts without groups.
 MODELS = ((64, 64, 8), (64, 20, 5), (128, 32, 8), (128, 40, 8), (128, 64, 8), (128, 28, 4), (128, 96, 8), (256, 16, 8))
+ALONE = ((64, 16, 16), (128, 16, 16), (128, 32, 32), (256, 8, 8))
+MOST_TOKENS, MOST_SCORES = 65_536, 2**37  # of a drawn prompt's call; scores of all heads, times the head dim
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute a cell: the launch, and what `explain` says of ours."""
+    """A way to compute a cell: the launch, what `explain` says of ours, and how far O of the first head of its first
+    sequence is from the reference's."""
 
     launch: Callable[[], torch.Tensor]
     explain: Callable[[], Any] | None = None
+    error: Callable[[torch.Tensor], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,24 @@ def ours(function: Any, *tensors: Any, **options: Any) -> Way:
 def packed_ways(problem: PackedProblem, **options: Any) -> dict[str, Way]:
     """A packed or paged call by fa3gen and by FA3, which may split keys of pages as it likes."""
     mask, window = problem.mask.spec_mask(), problem.window
-    call = Inputs.of(problem, DEVICE).call
+    inputs = Inputs.of(problem, DEVICE)
+    call = inputs.call
     named: dict[str, Any] = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k, **options}
     named |= {"window": window} if window is not None else {"causal": isinstance(mask, CausalMask)}
-    return {OURS: of_fa3gen(call, **named)} | (of_peer(FA3, mask, call) if problem.kv_dtype is None else {})
+    own = of_fa3gen(call, **named)
+    if problem.kv_dtype is not None:
+        return {OURS: own}
+    q, k, v, *_ = inputs.wide
+    seq_q, seq_k = problem.lengths_q[0], problem.lengths_k[0]
+    first = functools.partial(error_of, (q[None, :seq_q], k[None, :seq_k], v[None, :seq_k]), mask)
+    return {OURS: replace(own, error=lambda out: first(out[None, :seq_q]))} | of_peer(FA3, mask, call)
+
+
+def error_of(tensors: Sequence[torch.Tensor], mask: Mask, out: torch.Tensor) -> float:
+    """The relative error of O (batch, seq, heads, d) in the first head of the first sequence."""
+    one = (x[:1, :, :1] for x in tensors)
+    expected = reference.attention(*one, reach=reach(mask), compute_dtype=torch.float32).out
+    return ((out[:1, :, :1] - expected).norm() / expected.norm()).item()
 
 
 def of_fa3gen(call: PackedCall, **options: Any) -> Way:
@@ -158,6 +181,14 @@ def dense(shape: tuple[int, int, int], heads: tuple[int, int], head_dim: int) ->
     batch, seq_q, seq_k = shape
     sizes = ((seq_q, heads[0]), *[(seq_k, heads[1])] * 2)
     return tuple(torch.randn((batch, seq, n, head_dim), dtype=torch.bfloat16, device=DEVICE) for seq, n in sizes)
+
+
+def dense_ways(tensors: Sequence[torch.Tensor], mask: Mask) -> dict[str, Way]:
+    """A dense call by fa3gen and by FA3."""
+    windowed = isinstance(mask, WindowMask)
+    named = {"window": (mask.left, mask.right)} if windowed else {"causal": isinstance(mask, CausalMask)}
+    own = replace(ours(fa3gen.attention, *tensors, **named), error=functools.partial(error_of, tensors, mask))
+    return {OURS: own} | of_peer(FA3, mask, *tensors)
 
 
 # Sections
@@ -200,9 +231,7 @@ def windows(_: argparse.Namespace) -> Cells:
                 def of_dense(
                     shape: Any = (batch, seq, seq), heads: Any = heads, d: int = head_dim, left: int = left
                 ) -> Any:
-                    tensors = dense(shape, heads, d)
-                    ways = {OURS: ours(fa3gen.attention, *tensors, window=(left, 0))}
-                    return ways | of_peer(FA3, WindowMask(left=left, right=0), *tensors)
+                    return dense_ways(dense(shape, heads, d), WindowMask(left=left, right=0))
 
                 yield f"{label}, dense", of_dense
                 lengths = ((seq,) * batch,) * 2
@@ -276,13 +305,18 @@ def fp8(_: argparse.Namespace) -> Cells:
                 yield f"d{head_dim} {'causal' if causal else 'full'} {seq}", ways
 
 
+def drawn_heads(at: random.Random, models: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, int]]:
+    """Head dim and heads of a model, divided among GPUs."""
+    head_dim, heads_q, heads_kv = at.choice(models)
+    parts = at.choice([n for n in (1, 2, 4, 8) if heads_kv % n == 0])
+    return head_dim, (heads_q // parts, heads_kv // parts)
+
+
 def drawn(asked: argparse.Namespace) -> Cells:
     """Calls at random: heads of a model, divided among GPUs, and steps as an engine makes them."""
     for number in range(asked.drawn):
         at = random.Random(asked.seed * 1_000_000 + number)
-        head_dim, heads_q, heads_kv = at.choice(MODELS)
-        parts = at.choice([n for n in (1, 2, 4, 8) if heads_kv % n == 0])
-        heads = heads_q // parts, heads_kv // parts
+        head_dim, heads = drawn_heads(at, MODELS)
         kind = ("drafts", "chunks", "steps and a chunk")[number % 3]
         longest = 2 ** at.uniform(10, 15)
         if kind == "drafts":
@@ -299,6 +333,38 @@ def drawn(asked: argparse.Namespace) -> Cells:
             f"{kind}: {len(queries)} of up to {max(queries)} on {least} to {most}, d{head_dim} {heads[0]}/{heads[1]}, "
         )
         yield f"{label}pages of {page}", functools.partial(packed_ways, problem)
+
+
+def prompts(asked: argparse.Namespace) -> Cells:
+    """Prompts at random: equally long and dense, on as many keys or on more; packed, of any lengths; with windows."""
+    for number in range(asked.drawn):
+        at = random.Random(asked.seed * 1_000_000 + number)
+        head_dim, heads = drawn_heads(at, (*MODELS, *ALONE))
+        kind, causal, more = ("dense", "packed", "windows")[number % 3], at.random() < 0.7, at.random() < 0.3
+        longest = int(2 ** at.uniform(7, 14))
+        most = min(MOST_TOKENS // longest, MOST_SCORES // (longest**2 * heads[0] * head_dim)) or 1
+        batch = at.choice([n for n in (1, 2, 3, 4, 8, 16, 32, 64) if n <= most])
+        window = (int(2 ** at.uniform(6, 12)), 0) if kind == "windows" else None
+        keys = int(longest * 2 ** at.uniform(0, 3)) if more else longest
+        mask, shown = mask_of(causal, window), "causal" if causal else "full"
+        shown = f"window {window[0]}" if window else shown
+        label = f"{kind}: {batch} x {longest} on {keys}, d{head_dim} {heads[0]}/{heads[1]}, {shown}"
+        if kind == "packed" or (window and number % 2):
+            queries = [max(1, int(longest * 2 ** at.uniform(-5, 0))) for _ in range(batch)] if batch > 1 else [longest]
+            lengths = queries, [seq_q * keys // longest for seq_q in queries]
+            problem = problem_of("_", lengths, heads, head_dim, NoMask() if window else mask, window=window)
+            yield f"{label}, packed", functools.partial(packed_ways, problem)
+            continue
+
+        def ways(
+            shape: Any = (batch, longest, keys), heads: Any = heads, d: int = head_dim, mask: Mask = mask
+        ) -> dict[str, Way]:
+            tensors = dense(shape, heads, d)
+            # torch's causal mask begins at the first key, ours ends at the last one.
+            alike = isinstance(mask, NoMask) or (isinstance(mask, CausalMask) and shape[1] == shape[2])
+            return dense_ways(tensors, mask) | (of_peer(CUDNN, mask, *tensors) if alike else {})
+
+        yield label, ways
 
 
 _OVER_FA3 = OURS, (FA3,)
@@ -325,6 +391,7 @@ SECTIONS = {
         (OURS, CUDNN, FA3), (Ratio("over the best", OURS, (CUDNN, FA3), 1.0), Ratio("over FA3", *_OVER_FA3, 1.0)), fp8
     ),
     "drawn": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), drawn),
+    "prompts": Section((OURS, FA3, CUDNN), (Ratio("over the best", OURS, (FA3, CUDNN), 0.9),), prompts),
 }
 
 
@@ -353,11 +420,19 @@ def microseconds(ways: dict[str, Way], device: torch.device) -> dict[str, float]
     return {name: statistics.median(times) * 1e3 for name, times in in_turns(runs, ROUNDS).items()}
 
 
-def check_alike(ways: dict[str, Way], label: str, tolerance: float) -> None:
-    """All ways have the same O, but for what rounding does."""
-    first, *others = (way.launch().flatten().float() for way in ways.values())
-    for other in others:
-        assert (other - first).norm() <= tolerance * first.norm(), label
+def check_alike(ways: dict[str, Way], label: str, tolerance: float) -> list[str]:
+    """The names of the peers whose O differs from that of the first way by more than rounding does.
+
+    Ours is right then by the reference, or else, and where it has none, this raises AssertionError.
+    """
+    (_, own), *peers = ways.items()
+    out = own.launch()
+    wide = out.flatten().float()
+    differing = [
+        name for name, way in peers if not (way.launch().flatten().float() - wide).norm() <= tolerance * wide.norm()
+    ]
+    assert not differing or (own.error is not None and own.error(out) <= OWN_TOLERANCE), f"{label}: {differing}"
+    return differing
 
 
 def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
@@ -373,7 +448,8 @@ def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
         ways = make()
         if name not in ("decode", "cache8"):  # of other numbers in pages, or of those that were rounded to 8 bits
             tolerance = 0.1 if name == "fp8" else 0.03  # P has 8 bits there, and cuDNN's O
-            check_alike({way: ways[way] for way in ways if way != "dense"}, label, tolerance)
+            differing = check_alike({way: ways[way] for way in ways if way != "dense"}, label, tolerance)
+            label += "".join(f" ({name} computes something else)" for name in differing)
         took, shown = microseconds(ways, device), []
         for ratio in section.ratios:
             others = [took[other] for other in ratio.others if other in took]
@@ -397,7 +473,7 @@ def main() -> None:
     """Compile, measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("sections", nargs="*", help="those to measure; all if none is named", metavar="SECTION")
-    parser.add_argument("--drawn", type=int, default=60, help="calls of the section drawn")
+    parser.add_argument("--drawn", type=int, default=60, help="calls of the sections drawn and prompts")
     parser.add_argument("--seed", type=int, default=0, help="of these calls")
     parser.add_argument("--list", action="store_true", help="compile, and time nothing")
     asked = parser.parse_args()
