@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,24 @@ def test_the_cells_that_are_measured() -> None:
         "fwd_paged_64rows_pack4_d128_causal",
     }
     assert cells["bf16 d128 causal pages 1 prefill1k_on_8k, heads 16"] == {SINGLE_ROWS}
-    # Of windows, sinks and caps decoding steps, in pages and in those that copy several keys of one at once.
+    # Of sinks and caps decoding steps, in pages and in those that copy several keys of one at once.
     assert cells["bf16 d64 window127 0 sink pages 16 decode64_on_4k, heads 64/8"] == {
         "fwd_paged_decode_sink_any_window",
         "fwd_paged_decode_rows_sink_any_window",
         "fwd_paged_pack8_sink_any_window",
     }
-    scored = {stem for stem in set().union(*cells.values()) if {"window", "sink", "softcap"} & set(stem.split("_"))}
+    scored = {stem for stem in set().union(*cells.values()) if {"sink", "softcap"} & set(stem.split("_"))}
     assert all(" decode" in label or " draft" in label for label, able in cells.items() if able & scored)
+    # Of windows alone prompts as well, where tiles may hold several heads; these are not for decoding steps.
+    several = {stem for stem in set().union(*cells.values()) if re.search("_pack[0-9]_any_window", stem)}
+    windowed = {label: able for label, able in cells.items() if " window" in label and not able & scored}
+    assert {any(f" {name}, " in label for name in packed_cells.PROMPTS_OF_WINDOWS) for label in windowed} == {
+        True,
+        False,
+    }
+    for label, able in windowed.items():
+        prompts = any(f" {name}, " in label for name in packed_cells.PROMPTS_OF_WINDOWS)
+        assert bool(able & several) == prompts and prompts != any("decode" in stem for stem in able), label
     committed = {
         path.stem
         for kind in ("packed", "paged")
@@ -148,7 +159,9 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
 
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    drawn = packed_cells.DRAWN_CHUNK_LENGTHS.items()
+    drawn = (
+        packed_cells.DRAWN_CHUNK_LENGTHS | packed_cells.DRAWN_SHORT_LENGTHS | packed_cells.DRAWN_PROMPT_LENGTHS
+    ).items()
     few_keys = {name for name, (_, keys) in drawn if max(keys) <= packed_cells.FEW_KEYS}
     lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS, *few_keys)
     lists = (*lists, *packed_cells.DRAWN_STEP_LENGTHS)
@@ -180,6 +193,7 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
     lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
     lists += [*packed_cells.DRAWN_CHUNK_LENGTHS, *packed_cells.DRAWN_STEP_LENGTHS]
+    lists += [*packed_cells.DRAWN_SHORT_LENGTHS, *packed_cells.DRAWN_PROMPT_LENGTHS]
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
     assert not any("none" in label or " sink" in label for label in made_for_them)
@@ -187,12 +201,13 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
 
 def test_drawn_lists_are_those_that_were_measured() -> None:
     """Whatever Python draws them: records hold the lengths."""
-    paths = packed_records.directory(CHECKOUT).glob("bf16_d128_causal_pages_64_drawn_*.json")
-    problems = [PackedProblem.model_validate(json.loads(path.read_text())["problem"]) for path in paths]
-    drawn = packed_cells.DRAWN_CHUNK_LENGTHS | packed_cells.DRAWN_STEP_LENGTHS
-    assert {problem.lengths for problem in problems} == drawn.keys()
-    for problem in problems:
-        assert (tuple(problem.lengths_q), tuple(problem.lengths_k)) == drawn[problem.lengths]
+    of_pages = packed_cells.DRAWN_CHUNK_LENGTHS | packed_cells.DRAWN_SHORT_LENGTHS | packed_cells.DRAWN_STEP_LENGTHS
+    for layout, drawn in (("pages_64", of_pages), ("packed", packed_cells.DRAWN_PROMPT_LENGTHS)):
+        paths = packed_records.directory(CHECKOUT).glob(f"bf16_d128_causal_{layout}_drawn_*.json")
+        problems = [PackedProblem.model_validate(json.loads(path.read_text())["problem"]) for path in paths]
+        assert {problem.lengths for problem in problems} == drawn.keys()
+        for problem in problems:
+            assert (tuple(problem.lengths_q), tuple(problem.lengths_k)) == drawn[problem.lengths]
 
 
 def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 
@@ -168,9 +169,24 @@ def drawn_keys(at: random.Random, queries: Iterable[int], longest: float) -> lis
     return [max(seq_q, int(longest * 2 ** at.uniform(-3, 0))) for seq_q in queries]
 
 
-def _drawn(queries_of: Callable[[random.Random], list[int]], seed: int) -> _Lengths:
+def _drawn_prompts(seed: int) -> _Lengths:
+    """The longest prompt and others, an eighth of it and more, on as many keys each or on up to eight times as many.
+
+    One of 3,900 queries or fewer is among them, by which results are checked.
+    """
     at = random.Random(seed)
-    longest = 2 ** at.uniform(10, 15)
+    others, more = at.choice((0, 0, 1, 2, 3, 7, 15)), at.choice((0, 0, 3))
+    longest = 2 ** at.uniform(8, 14 if others > 2 else 11.9)
+    queries = [int(longest), *(int(longest * 2 ** at.uniform(-3, 0)) for _ in range(others))]
+    return tuple(queries), tuple(int(seq_q * 2 ** at.uniform(0, more)) for seq_q in queries)
+
+
+def _drawn(
+    queries_of: Callable[[random.Random], list[int]], seed: int, octaves: tuple[float, float] = (10, 15)
+) -> _Lengths:
+    """Queries, and keys of which the most are a power of two between these."""
+    at = random.Random(seed)
+    longest = 2 ** at.uniform(*octaves)
     queries = queries_of(at)
     return tuple(queries), tuple(drawn_keys(at, queries, longest))
 
@@ -179,15 +195,23 @@ def _drawn(queries_of: Callable[[random.Random], list[int]], seed: int) -> _Leng
 # most keys of all, and tells of the large tiles that suit it.
 DRAWN_CHUNK_LENGTHS = {f"drawn_chunks_{seed}": _drawn(drawn_chunks, seed) for seed in range(1, 25)}
 DRAWN_STEP_LENGTHS = {f"drawn_steps_{seed}": _drawn(drawn_steps, seed) for seed in range(1, 37)}
+# And chunks on so few keys that a prompt may have as many.
+DRAWN_SHORT_LENGTHS = {f"drawn_short_chunks_{seed}": _drawn(drawn_chunks, seed, (9, 11.6)) for seed in range(101, 125)}
+# Prompts of packed sequences at random.
+DRAWN_PROMPT_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(201, 225)}
 DRAWN_TURNS = 3  # a list is measured with every third entry of heads, which take turns
 FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with a drawn list of chunks
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
-ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS
+ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS
+ALL_LENGTHS |= DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS | DRAWN_PROMPT_LENGTHS
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
 DECODING_WINDOWS = {(127, 0): _SHORT, (1023, 0): _SHORT, (4095, 0): _LONG}
+# And prompts, in groups of heads that models with windows have: of a tile that holds several heads few keys are seen.
+PROMPT_WINDOWS = (127, 0), (1023, 0), (4095, 0)
+PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k"
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
@@ -203,6 +227,8 @@ CHUNK_HEADS = {
     128: (*HEADS[128], *_FEW_HEADS, (28, 4), (64, 8), (96, 8)),
     256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
 }
+# With windows, of the head dims at which tiles of several heads are faster.
+WINDOW_HEADS = {64: ((32, 8), (64, 8)), 128: (), 256: ((16, 8), (16, 4))}
 
 
 def packed_modules(workspace: Workspace, named: Iterable[Variant] = ()) -> Iterator[Variant[Forward]]:
@@ -229,8 +255,9 @@ def cells(
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
     of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
-    elsewhere with few keys only, where everybody is. With windows, sinks or a cap only decoding steps are: of many
-    queries there is one module for each call, and nothing to choose.
+    elsewhere with few keys only, where everybody is. With windows prompts are, too, where there are modules whose tiles
+    hold several heads; with sinks or a cap only decoding steps: of many queries there is one module for each call, and
+    nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace, named):
@@ -249,7 +276,7 @@ def cells(
             whole = [variant for variant in able if variant.spec.split is None]
             large = [variant for variant in able if _for_chunks(variant)]
             several, in_any_order = ([each for each in found if not _by_head(each)] for found in (able, whole))
-            chunks, steps = (_in_turn(lists, family, heads) for lists in (DRAWN_CHUNK_LENGTHS, DRAWN_STEP_LENGTHS))
+            chunks, steps = (_in_turn(lists, family, heads) for lists in _drawn_lists(family))
             few_keys = [name for name, (_, keys) in chunks.items() if max(keys) <= FEW_KEYS]
             short = {name: chunks.pop(name) for name in few_keys}
             for lists, served in (
@@ -260,20 +287,43 @@ def cells(
             ):
                 for name, lengths in lists.items() if large else ():
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
+        windows_alone = given_with_calls(family.mask) and not family.keywords
+        yield from _prompts_with_windows(family, variants) if windows_alone else ()
         for heads in HEADS[family.head_dim]:
             able = [variant for variant in _able(variants, heads) if not (_by_head(variant) or _for_chunks(variant))]
             whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family) if whole and plain else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
+            if windows_alone:  # where tiles that hold several heads are for prompts
+                able = [variant for variant in able if variant.spec.split or variant.spec.tile.pack_heads == 1]
             for name, window in _steps(family) if len(whole) < len(able) else ():
                 shape = PackedShape(*DECODING_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), able
 
 
+def _prompts_with_windows(
+    family: Family, variants: Iterable[Variant[Forward]]
+) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
+    """Where there are modules whose tiles hold several heads: else there is nothing to choose."""
+    for heads in WINDOW_HEADS[family.head_dim]:
+        whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
+        if any(variant.spec.tile.pack_heads > 1 for variant in whole):
+            for name, window in itertools.product(PROMPTS_OF_WINDOWS, PROMPT_WINDOWS):
+                shape = PackedShape(*ALL_LENGTHS[name], *heads, window=window)
+                yield PackedProblem.of(family, name, shape), whole
+
+
+def _drawn_lists(family: Family) -> tuple[dict[str, _Lengths], dict[str, _Lengths]]:
+    """Drawn prompts or chunks, and steps beside chunks: as engines have them, which is not in pages of a row."""
+    if family.page_rows is None:
+        return DRAWN_PROMPT_LENGTHS, {}
+    if family.page_rows == 1:
+        return {}, {}
+    return DRAWN_CHUNK_LENGTHS | DRAWN_SHORT_LENGTHS, DRAWN_STEP_LENGTHS
+
+
 def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
-    """The drawn lists that are measured with these heads: of pages as engines have them."""
-    if (family.page_rows or 1) == 1:
-        return {}
+    """Those that are measured with these heads."""
     place = CHUNK_HEADS[family.head_dim].index(heads)
     return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % DRAWN_TURNS == 0}
 
