@@ -21,16 +21,18 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Let `torch.empty` give NaN, so that what a kernel leaves unwritten shows."""
+    """Let `torch.empty` give NaN, so that what a kernel leaves unwritten shows.
+
+    By the debug mode, since `torch.use_deterministic_algorithms` imports TorchInductor, which takes seconds.
+    """
     settings: Any = torch.utils.deterministic
-    was, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    was, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
     settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(was)
         settings.fill_uninitialized_memory = filled
 
 
