@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,10 +62,12 @@ ALONE = ((64, 16, 16), (128, 16, 16), (128, 32, 32), (256, 8, 8))
 MOST_TOKENS, MOST_SCORES = 65_536, 2**37  # of a drawn prompt's call; scores of all heads, times the head dim
 
 
+Tensors = Iterable[torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Way:
-    """A way to compute a cell: the launch, what `explain` says of ours, and how far O of the first head of its first
-    sequence is from the reference's."""
+    """A way to compute a cell: the launch, what `explain` says of ours, and how far its O is from the reference's."""
 
     launch: Callable[[], torch.Tensor]
     explain: Callable[[], Any] | None = None
@@ -139,16 +141,22 @@ def packed_ways(problem: PackedProblem, **options: Any) -> dict[str, Way]:
     if problem.kv_dtype is not None:
         return {OURS: own}
     q, k, v, *_ = inputs.wide
-    seq_q, seq_k = problem.lengths_q[0], problem.lengths_k[0]
-    first = functools.partial(error_of, (q[None, :seq_q], k[None, :seq_k], v[None, :seq_k]), mask)
-    return {OURS: replace(own, error=lambda out: first(out[None, :seq_q]))} | of_peer(FA3, mask, call)
+    lengths_q, lengths_k = list(problem.lengths_q), list(problem.lengths_k)
+    error = functools.partial(error_of, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), mask)
+    return {OURS: replace(own, error=lambda out: error(out.split(lengths_q)))} | of_peer(FA3, mask, call)
 
 
-def error_of(tensors: Sequence[torch.Tensor], mask: Mask, out: torch.Tensor) -> float:
-    """The relative error of O (batch, seq, heads, d) in the first head of the first sequence."""
-    one = (x[:1, :, :1] for x in tensors)
-    expected = reference.attention(*one, reach=reach(mask), compute_dtype=torch.float32).out
-    return ((out[:1, :, :1] - expected).norm() / expected.norm()).item()
+def error_of(qs: Tensors, ks: Tensors, vs: Tensors, mask: Mask, outs: Tensors) -> float:
+    """The relative error of O by the reference, of sequences (seq, heads, d), a head at a time."""
+    wrong = right = 0.0
+    for q, k, v, out in zip(qs, ks, vs, outs, strict=True):
+        for head in range(q.shape[1]):
+            own = head * k.shape[1] // q.shape[1]
+            one = (x[None, :, at : at + 1] for x, at in ((q, head), (k, own), (v, own)))
+            expected = reference.attention(*one, reach=reach(mask), compute_dtype=torch.float32).out[0, :, 0]
+            wrong += (out[:, head] - expected).square().sum().item()
+            right += expected.square().sum().item()
+    return math.sqrt(wrong / right)
 
 
 def of_fa3gen(call: PackedCall, **options: Any) -> Way:
@@ -187,7 +195,7 @@ def dense_ways(tensors: Sequence[torch.Tensor], mask: Mask) -> dict[str, Way]:
     """A dense call by fa3gen and by FA3."""
     windowed = isinstance(mask, WindowMask)
     named = {"window": (mask.left, mask.right)} if windowed else {"causal": isinstance(mask, CausalMask)}
-    own = replace(ours(fa3gen.attention, *tensors, **named), error=functools.partial(error_of, tensors, mask))
+    own = replace(ours(fa3gen.attention, *tensors, **named), error=functools.partial(error_of, *tensors, mask))
     return {OURS: own} | of_peer(FA3, mask, *tensors)
 
 
@@ -423,7 +431,7 @@ def microseconds(ways: dict[str, Way], device: torch.device) -> dict[str, float]
 def check_alike(ways: dict[str, Way], label: str, tolerance: float) -> list[str]:
     """The names of the peers whose O differs from that of the first way by more than rounding does.
 
-    Ours is right then by the reference, or else, and where it has none, this raises AssertionError.
+    Raises AssertionError unless that of the first way is right then by the reference, as far as it is asked.
     """
     (_, own), *peers = ways.items()
     out = own.launch()
@@ -449,7 +457,7 @@ def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
         if name not in ("decode", "cache8"):  # of other numbers in pages, or of those that were rounded to 8 bits
             tolerance = 0.1 if name == "fp8" else 0.03  # P has 8 bits there, and cuDNN's O
             differing = check_alike({way: ways[way] for way in ways if way != "dense"}, label, tolerance)
-            label += "".join(f" ({name} computes something else)" for name in differing)
+            label += "".join(f" ({peer} computes something else)" for peer in differing)
         took, shown = microseconds(ways, device), []
         for ratio in section.ratios:
             others = [took[other] for other in ratio.others if other in took]
