@@ -121,13 +121,10 @@ def test_the_cells_that_are_measured() -> None:
     # Of windows alone prompts as well, where tiles may hold several heads; these are not for decoding steps.
     several = {stem for stem in set().union(*cells.values()) if re.search("_pack[0-9]_any_window", stem)}
     windowed = {label: able for label, able in cells.items() if " window" in label and not able & scored}
-    assert {any(f" {name}, " in label for name in packed_cells.PROMPTS_OF_WINDOWS) for label in windowed} == {
-        True,
-        False,
-    }
+    prompts = {label for label in windowed if any(f" {name}, " in label for name in packed_cells.PROMPTS_OF_WINDOWS)}
+    assert set() < prompts < set(windowed)
     for label, able in windowed.items():
-        prompts = any(f" {name}, " in label for name in packed_cells.PROMPTS_OF_WINDOWS)
-        assert bool(able & several) == prompts and prompts != any("decode" in stem for stem in able), label
+        assert bool(able & several) == (label in prompts) != any("decode" in stem for stem in able), label
     committed = {
         path.stem
         for kind in ("packed", "paged")
@@ -159,10 +156,7 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
 
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    drawn = (
-        packed_cells.DRAWN_CHUNK_LENGTHS | packed_cells.DRAWN_SHORT_LENGTHS | packed_cells.DRAWN_PROMPT_LENGTHS
-    ).items()
-    few_keys = {name for name, (_, keys) in drawn if max(keys) <= packed_cells.FEW_KEYS}
+    few_keys = {name for name, (_, keys) in packed_cells.DRAWN_LENGTHS.items() if max(keys) <= packed_cells.FEW_KEYS}
     lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS, *few_keys)
     lists = (*lists, *packed_cells.DRAWN_STEP_LENGTHS)
     mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
@@ -192,8 +186,7 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
     lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
     lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
-    lists += [*packed_cells.DRAWN_CHUNK_LENGTHS, *packed_cells.DRAWN_STEP_LENGTHS]
-    lists += [*packed_cells.DRAWN_SHORT_LENGTHS, *packed_cells.DRAWN_PROMPT_LENGTHS]
+    lists += packed_cells.DRAWN_LENGTHS
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
     assert not any("none" in label or " sink" in label for label in made_for_them)

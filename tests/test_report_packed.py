@@ -19,9 +19,7 @@ from fa3gen.measure.packed_cells import (
     CHUNK_LENGTHS,
     DECODING_LENGTHS,
     DRAFT_LENGTHS,
-    DRAWN_CHUNK_LENGTHS,
-    DRAWN_SHORT_LENGTHS,
-    DRAWN_STEP_LENGTHS,
+    DRAWN_LENGTHS,
     MIXED_CHUNK_LENGTHS,
     MIXED_LENGTHS,
     PAGED_LENGTHS,
@@ -83,7 +81,7 @@ def test_cells_of_a_module_are_those_of_the_records() -> None:
         if not panel.title.startswith(("8 ", "20 ")):
             lists |= {*PAGED_LENGTHS, *DECODING_LENGTHS, *MIXED_LENGTHS}
         names = {shape.problem.lengths for shape in panel.shapes}
-        drawn = names & (DRAWN_CHUNK_LENGTHS.keys() | DRAWN_SHORT_LENGTHS.keys() | DRAWN_STEP_LENGTHS.keys())
+        drawn = names & DRAWN_LENGTHS.keys()
         assert names - drawn == lists
         shown |= {shape.problem.label for shape in panel.shapes if shape.problem.lengths in drawn}
         means = [statistics.mean(records[shape.problem.label].problem.lengths_k) for shape in panel.shapes]

@@ -172,7 +172,7 @@ def drawn_keys(at: random.Random, queries: Iterable[int], longest: float) -> lis
 def _drawn_prompts(seed: int) -> _Lengths:
     """The longest prompt and others, an eighth of it and more, on as many keys each or on up to eight times as many.
 
-    One of 3,900 queries or fewer is among them, by which results are checked.
+    Up to three are short enough for the reference, and so is, of the seeds below, the shortest of more.
     """
     at = random.Random(seed)
     others, more = at.choice((0, 0, 1, 2, 3, 7, 15)), at.choice((0, 0, 3))
@@ -200,18 +200,16 @@ DRAWN_SHORT_LENGTHS = {f"drawn_short_chunks_{seed}": _drawn(drawn_chunks, seed, 
 # Prompts of packed sequences at random.
 DRAWN_PROMPT_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(201, 225)}
 DRAWN_TURNS = 3  # a list is measured with every third entry of heads, which take turns
-FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with a drawn list of chunks
+FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with drawn chunks and prompts
+DRAWN_LENGTHS = DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS | DRAWN_PROMPT_LENGTHS
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
-ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS
-ALL_LENGTHS |= DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS | DRAWN_PROMPT_LENGTHS
+ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_LENGTHS
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
 DECODING_WINDOWS = {(127, 0): _SHORT, (1023, 0): _SHORT, (4095, 0): _LONG}
-# And prompts, in groups of heads that models with windows have: of a tile that holds several heads few keys are seen.
-PROMPT_WINDOWS = (127, 0), (1023, 0), (4095, 0)
-PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k"
+PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k"  # and the prompts, with each of these windows
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
@@ -227,7 +225,7 @@ CHUNK_HEADS = {
     128: (*HEADS[128], *_FEW_HEADS, (28, 4), (64, 8), (96, 8)),
     256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
 }
-# With windows, of the head dims at which tiles of several heads are faster.
+# And of prompts with windows, of the head dims at which tiles of several heads are faster.
 WINDOW_HEADS = {64: ((32, 8), (64, 8)), 128: (), 256: ((16, 8), (16, 4))}
 
 
@@ -308,7 +306,7 @@ def _prompts_with_windows(
     for heads in WINDOW_HEADS[family.head_dim]:
         whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
         if any(variant.spec.tile.pack_heads > 1 for variant in whole):
-            for name, window in itertools.product(PROMPTS_OF_WINDOWS, PROMPT_WINDOWS):
+            for name, window in itertools.product(PROMPTS_OF_WINDOWS, DECODING_WINDOWS):
                 shape = PackedShape(*ALL_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), whole
 

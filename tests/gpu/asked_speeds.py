@@ -61,7 +61,6 @@ MODELS = ((64, 64, 8), (64, 20, 5), (128, 32, 8), (128, 40, 8), (128, 64, 8), (1
 ALONE = ((64, 16, 16), (128, 16, 16), (128, 32, 32), (256, 8, 8))
 MOST_TOKENS, MOST_SCORES = 65_536, 2**37  # of a drawn prompt's call; scores of all heads, times the head dim
 
-
 Tensors = Iterable[torch.Tensor]
 
 
@@ -354,13 +353,12 @@ def prompts(asked: argparse.Namespace) -> Cells:
         batch = at.choice([n for n in (1, 2, 3, 4, 8, 16, 32, 64) if n <= most])
         window = (int(2 ** at.uniform(6, 12)), 0) if kind == "windows" else None
         keys = int(longest * 2 ** at.uniform(0, 3)) if more else longest
-        mask, shown = mask_of(causal, window), "causal" if causal else "full"
-        shown = f"window {window[0]}" if window else shown
+        mask, shown = mask_of(causal, window), f"window {window[0]}" if window else "causal" if causal else "full"
         label = f"{kind}: {batch} x {longest} on {keys}, d{head_dim} {heads[0]}/{heads[1]}, {shown}"
         if kind == "packed" or (window and number % 2):
             queries = [max(1, int(longest * 2 ** at.uniform(-5, 0))) for _ in range(batch)] if batch > 1 else [longest]
             lengths = queries, [seq_q * keys // longest for seq_q in queries]
-            problem = problem_of("_", lengths, heads, head_dim, NoMask() if window else mask, window=window)
+            problem = problem_of("_", lengths, heads, head_dim, mask, window=window)
             yield f"{label}, packed", functools.partial(packed_ways, problem)
             continue
 
