@@ -210,6 +210,36 @@ def test_no_engine_is_made_without_which_the_code_is_the_same(tmp_path: Path) ->
 
 
 @EITHER_WAY
+def test_what_the_dsl_would_do_in_vain_changes_no_code(tmp_path: Path) -> None:
+    """Arguments looked at for PyIR, and a module written out for its log; the second module has the DSL do both."""
+    source = (DATA.parent.parent / "generated" / "c1.py").read_text()
+    done = """
+    seen = []
+    op._pyir_auto_load_arg = lambda argument: seen.append(argument) or pyir_corewalk._pyir_auto_load_arg(argument)
+    enter = CutlassBaseDSL._enter_gpu_module
+    CutlassBaseDSL._enter_gpu_module = lambda dsl: enter(dsl) if str(dsl.gpu_module) else None
+    compiled = _compile()
+    assert len(seen) > 100
+"""
+    left_out = """
+    assert op._pyir_auto_load_arg is not pyir_corewalk._pyir_auto_load_arg
+    assert CutlassBaseDSL._enter_gpu_module.__module__ != CutlassBaseDSL.__module__
+    compiled = _compile()
+"""
+    found = []
+    for name, body in (("left_out", left_out), ("done", done)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(
+            f"{source}\nfrom cutlass._mlir_helpers import op\nfrom cutlass.base_dsl import pyir_corewalk\n"
+            "from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL\n_compile = compile_for_sm90a\n"
+            f"def compile_for_sm90a():{body}    return compiled\n"
+        )
+        found.append(compile_module(path))
+    left, made = ((each.ptx, each.cubin, each.host_module) for each in found)
+    assert left == made and all(left)
+
+
+@EITHER_WAY
 def test_python_error_is_given_with_its_line(tmp_path: Path) -> None:
     message = fails(tmp_path, "def compile_for_sm90a():\n    return len(5)\n")
     path = tmp_path / "broken.py"
