@@ -24,7 +24,13 @@ YOUNG_OBJECTS = 50_000
 
 
 def pytest_configure(config: Any) -> None:
-    """Compile every module once for each run of the tests: the workers of xdist inherit the directory."""
+    """Compile every module once for each run of the tests: the workers of xdist inherit the directory.
+
+    They share the cores, so the commands that tests run in processes of their own compute with one thread, as the
+    workers do themselves: threads that wait for each other in a loop take the time of the other workers.
+    """
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput") and CACHE_DIR_VARIABLE not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="fa3gen-tests-")
         os.environ[CACHE_DIR_VARIABLE] = folder.name

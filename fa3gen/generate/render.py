@@ -126,11 +126,19 @@ class Rendered:
         return "".join(difflib.unified_diff(before, after, old, f"{name} (rendered)"))
 
 
-def render_all(variants: Sequence[Variant], workspace: Workspace) -> list[Rendered]:
-    """Render variants, and read what is on disk where each is rendered to."""
+def render_all(
+    variants: Sequence[Variant], workspace: Workspace, *, on_disk_is_formatted: bool = False
+) -> list[Rendered]:
+    """Render variants, and read what is on disk where each is rendered to.
+
+    `on_disk_is_formatted`: black has formatted what lies there, and need not see again what is still the same.
+    """
     with _collector_off():
-        places = (workspace.home_of(variant).module_path(variant.stem) for variant in variants)
-        return [render_at(path, variant, workspace) for path, variant in zip(places, variants, strict=True)]
+        places = [workspace.home_of(variant).module_path(variant.stem) for variant in variants]
+        return [
+            render_at(path, variant, workspace, on_disk_is_formatted=on_disk_is_formatted)
+            for path, variant in zip(places, variants, strict=True)
+        ]
 
 
 @contextlib.contextmanager
@@ -150,9 +158,11 @@ def _collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def render_at(path: Path, variant: Variant, workspace: Workspace) -> Rendered:
-    """Render a variant, and read what is on disk at `path`."""
-    return Rendered(variant, path, render_variant(variant, workspace), _read(path) if path.is_file() else None)
+def render_at(path: Path, variant: Variant, workspace: Workspace, *, on_disk_is_formatted: bool = False) -> Rendered:
+    """Render a variant, and read what is on disk at `path`; see `render_all`."""
+    committed = _read(path) if path.is_file() else None
+    formatted = [committed] if on_disk_is_formatted and committed is not None else []
+    return Rendered(variant, path, render_variant(variant, workspace, formatted=formatted), committed)
 
 
 def _read(path: Path) -> str:

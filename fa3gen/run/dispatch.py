@@ -19,7 +19,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +33,7 @@ from fa3gen.base.wording import counted, listed
 from fa3gen.design import footprint, splits
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.footprint import page_rows
-from fa3gen.design.masks import computes, options_for
+from fa3gen.design.masks import options_for
 from fa3gen.design.own_bits import own_bits
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import Violation
@@ -356,13 +358,11 @@ class Row(SpecModel):
 
     def serves(self, family: Family, size: Size) -> bool:
         """Whether this row stands for a call."""
-        if not self.is_for(family) or not self.serves_rows(size):
-            return False
-        return size.keys <= self.most_keys and size.tiles <= self.most_tiles(size)
+        return self.family.serves(family) and self.serves_size(size)
 
-    def is_for(self, family: Family) -> bool:
-        """Whether it stands for calls of this family, of any size."""
-        return computes(self.mask, family.mask) and self.family.serves(family)
+    def serves_size(self, size: Size) -> bool:
+        """Whether it stands for calls of this size, of its family."""
+        return self.serves_rows(size) and size.keys <= self.most_keys and size.tiles <= self.most_tiles(size)
 
     def serves_rows(self, size: Size) -> bool:
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
@@ -420,11 +420,19 @@ class Table(SpecModel):
     rows: list[Row]
     _of_family: dict[Family, list[tuple[int, Row]]] = PrivateAttr(default_factory=dict)
 
+    @cached_property
+    def _compiled_for(self) -> dict[Family, list[tuple[int, Row]]]:
+        """The rows, with their numbers from 1 on, by what their modules are compiled for: far fewer than rows."""
+        found: dict[Family, list[tuple[int, Row]]] = {}
+        for number, row in enumerate(self.rows, 1):
+            found.setdefault(row.family, []).append((number, row))
+        return found
+
     def of_family(self, family: Family) -> list[tuple[int, Row]]:
         """The rows for calls of a family, with their numbers from 1 on; found once, since every new size asks."""
         if family not in self._of_family:
-            numbered = [(number, row) for number, row in enumerate(self.rows, 1) if row.is_for(family)]
-            self._of_family[family] = numbered
+            serving = (rows for own, rows in self._compiled_for.items() if own.serves(family))
+            self._of_family[family] = sorted(chain.from_iterable(serving), key=itemgetter(0))
         return self._of_family[family]
 
 
@@ -518,7 +526,7 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
     for home, path in tables(workspace):
         for number, row in read_table(path).of_family(family):
             around = row.narrowed(around, size)
-            if not row.serves(family, size):
+            if not row.serves_size(size):
                 continue
             choice = of_row(home, row, place_of_row(home, path, number, row))
             if (choice.spec.outputs.lse or not lse) and size.divided_by(choice.spec):
