@@ -21,7 +21,7 @@ from fa3gen.measure import packed_cells
 from fa3gen.records import dispatch_table, packed_records
 from fa3gen.records.packed_records import PackedProblem, PackedRecord
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Size
+from fa3gen.run.dispatch import UNEVEN, AtMost, Size
 from fa3gen.spec.model import CausalMask
 from fa3gen.spec.specfile import attention_only
 
@@ -154,12 +154,17 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
     assert dims == {64, 128, 256}
 
 
+def masked(cells: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Those with a mask: chunks and drafts have one."""
+    return {label: able for label, able in cells.items() if " full " not in label}
+
+
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
     few_keys = {name for name, (_, keys) in packed_cells.DRAWN_LENGTHS.items() if max(keys) <= packed_cells.FEW_KEYS}
     lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS, *few_keys)
     lists = (*lists, *packed_cells.DRAWN_STEP_LENGTHS)
-    mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
+    mixed = {label: able for label, able in masked(cells).items() if any(f" {name}, " in label for name in lists)}
     for_chunks = {CHUNKS, WIDE, SMALL}
     assert (
         mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1} | for_chunks
@@ -188,15 +193,49 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
     lists += packed_cells.DRAWN_LENGTHS
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
-    assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
-    assert not any("none" in label or " sink" in label for label in made_for_them)
+    assert made_for_them == {label for label in masked(cells) if any(f" {name}, " in label for name in lists)}
+    assert not any(" sink" in label for label in made_for_them)
+
+
+def test_prompts_without_a_mask_are_measured_with_modules_that_split_no_keys() -> None:
+    """Where there are several; in pages of a prompt without a mask nobody has asked for them."""
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    unmasked = {label: able for label, able in cells.items() if " full " in label and " drawn_" in label}
+    every = {f"fwd_packed_{part}d256" for part in ("", "own_bits_", "pack4_", "shared_")}
+    assert cells["bf16 d256 full packed drawn_prompts_401, heads 16/4"] == every
+    assert cells["bf16 d256 full packed drawn_prompts_401, heads 4/2"] == every - {"fwd_packed_pack4_d256"}
+    assert all(" packed " in label and len(able) > 1 for label, able in unmasked.items())
+    assert not any("decode" in stem or "chunks" in stem for stem in set().union(*unmasked.values()))
+    assert {label.split()[1] for label in unmasked} == {"d64", "d128", "d256"}
+
+
+def test_with_enough_records_of_prompts_rows_are_by_the_means_of_those_around() -> None:
+    """Fewer are those of single calls, each of which decides for the calls around it."""
+    unmasked = [
+        record
+        for record in packed_records.load_all(CHECKOUT)
+        if record.problem.label.startswith("bf16 d256 full packed") and record.problem.seq_q > dispatch.FEW_QUERIES
+    ]
+    few = dispatch_table.rows_from_records(unmasked[: dispatch_table.ENOUGH - 1])
+    enough = dispatch_table.rows_from_records(unmasked)
+    assert few and not any(row.longest_q for row in few)
+    assert {row.longest_q.up_to for row in enough if row.longest_q} == {UNEVEN[0]}
+    assert {str(row.group) for row in enough} == {"groups of a multiple of 4 heads", str(AtMost(at_most=1)), "None"}
+    listed = [record for record in unmasked if not record.problem.lengths.startswith("drawn_")]
+    speeds = [share.share for share in dispatch_table.shares(listed, enough)]
+    assert len(speeds) == len(listed) and all(speed is not None and speed > 0.97 for speed in speeds)
 
 
 def test_drawn_lists_are_those_that_were_measured() -> None:
     """Whatever Python draws them: records hold the lengths."""
     of_pages = packed_cells.DRAWN_CHUNK_LENGTHS | packed_cells.DRAWN_SHORT_LENGTHS | packed_cells.DRAWN_STEP_LENGTHS
-    for layout, drawn in (("pages_64", of_pages), ("packed", packed_cells.DRAWN_PROMPT_LENGTHS)):
-        paths = packed_records.directory(CHECKOUT).glob(f"bf16_d128_causal_{layout}_drawn_*.json")
+    prompts = packed_cells.DRAWN_PROMPT_LENGTHS
+    for family, drawn in (
+        ("causal_pages_64", of_pages),
+        ("causal_packed", prompts),
+        ("full_packed", prompts | packed_cells.DRAWN_UNMASKED_LENGTHS),
+    ):
+        paths = packed_records.directory(CHECKOUT).glob(f"bf16_d128_{family}_drawn_*.json")
         problems = [PackedProblem.model_validate(json.loads(path.read_text())["problem"]) for path in paths]
         assert {problem.lengths for problem in problems} == drawn.keys()
         for problem in problems:

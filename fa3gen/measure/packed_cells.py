@@ -197,11 +197,13 @@ DRAWN_CHUNK_LENGTHS = {f"drawn_chunks_{seed}": _drawn(drawn_chunks, seed) for se
 DRAWN_STEP_LENGTHS = {f"drawn_steps_{seed}": _drawn(drawn_steps, seed) for seed in range(1, 37)}
 # And chunks on so few keys that a prompt may have as many.
 DRAWN_SHORT_LENGTHS = {f"drawn_short_chunks_{seed}": _drawn(drawn_chunks, seed, (9, 11.6)) for seed in range(101, 125)}
-# Prompts of packed sequences at random.
+# Prompts of packed sequences at random; and those that are measured without a mask only, with all heads.
 DRAWN_PROMPT_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(201, 225)}
-DRAWN_TURNS = 3  # a list is measured with every third entry of heads, which take turns
+DRAWN_UNMASKED_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(401, 425)}
+DRAWN_TURNS = 3  # other lists are measured with every third entry of heads, which take turns
 FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with drawn chunks and prompts
-DRAWN_LENGTHS = DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS | DRAWN_PROMPT_LENGTHS
+DRAWN_LENGTHS = DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS
+DRAWN_LENGTHS |= DRAWN_PROMPT_LENGTHS | DRAWN_UNMASKED_LENGTHS
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
 ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_LENGTHS
@@ -253,7 +255,8 @@ def cells(
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
     of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
-    elsewhere with few keys only, where everybody is. With windows prompts are, too, where there are modules whose tiles
+    elsewhere with few keys only, where everybody is. Prompts at random are where sequences are packed, those without a
+    mask with modules that split no keys. With windows prompts are, too, where there are modules whose tiles
     hold several heads; with sinks or a cap only decoding steps: of many queries there is one module for each call, and
     nothing to choose.
     """
@@ -285,6 +288,9 @@ def cells(
             ):
                 for name, lengths in lists.items() if large else ():
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
+            prompts = chunks | short | DRAWN_UNMASKED_LENGTHS if family.page_rows is None else {}
+            for name, lengths in prompts.items() if plain and not large and len(in_any_order) > 1 else ():
+                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), in_any_order
         windows_alone = given_with_calls(family.mask) and not family.keywords
         yield from _prompts_with_windows(family, variants) if windows_alone else ()
         for heads in HEADS[family.head_dim]:

@@ -89,6 +89,10 @@ BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # a group that stands for all that were not measured.
 UNEVEN_MIDDLES, ANY_GROUP = (1.3, 3.5, 11.0, 40.0), 5
 FEWER_BANDS = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # edges and middles for calls that are rare
+PROMPT_BANDS = ((UNEVEN[0], UNEVEN_MIDDLES[0]), (None, UNEVEN_MIDDLES[1]))  # and for prompts without short ones
+# Records of packed sequences that tell of calls between them; fewer are those of single calls.
+ENOUGH = 50
+MOST_GROUP = 16  # query heads of a kv head, as models have them
 # Drafts of more than SHORT_DRAFT queries have rows of their own, for up to DRAFT and for more: those of a group may not
 # have room in a small tile, and then it matters in how many they have.
 SHORT_DRAFT, DRAFT = 4, 8
@@ -253,8 +257,11 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows of one family: for few queries, and for many."""
     yield from _of_few_queries(family, [record for record in records if _is_decoding(record)])
     many = [record for record in records if not _is_decoding(record)]
+    packed = [record for record in many if isinstance(record, PackedRecord)]
     if any(map(_of_split_keys, many)):
-        yield from _of_many_queries(family, [record for record in many if isinstance(record, PackedRecord)])
+        yield from _of_many_queries(family, packed)
+    elif len(packed) >= ENOUGH:
+        yield from _around(family, packed, _groups_of_tiles(packed, MOST_GROUP), PROMPT_BANDS, nearby.MORE_TILES)
     else:
         yield from _of_groups(family, many)
         yield from _rows(family, [_Cell(record) for record in many])
@@ -267,24 +274,33 @@ def _of_many_queries(family: Family, records: Sequence[PackedRecord]) -> Iterato
     come rows of modules that split no keys, for calls that ask for that and for more heads: for multiples of what a
     tile may hold, for one head of its own, and for any group.
     """
-    specs = [result.spec for record in records for result in record.results]
-    room, several = max(map(_most_heads, specs)), {_heads_in_a_tile(spec) for spec in specs if not _most_heads(spec)}
+    room = max(_most_heads(result.spec) for record in records for result in record.results)
     measured = sorted({record.problem.group for record in records})
     groups: list[_Groups] = [
         (AtMost(at_most=group, at_least=group if group > 1 else None), (group,), group) for group in measured
     ]
     groups.append((AtMost(at_most=room), range(1, room + 1), ANY_GROUP))
     yield from _around(family, records, groups, tuple(zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True)))
-    more: list[_Groups] = [
-        (Multiples(multiple_of=heads), range(heads, 2 * room * heads, heads), heads)
-        for heads in sorted(several - {1}, reverse=True)
-    ]
-    more += [(AtMost(at_most=1), (1,), 1), (None, range(1, 2 * room), ANY_GROUP)]
-    yield from _around(family, _without_split_keys(records), more, FEWER_BANDS)
+    left = _without_split_keys(records)
+    yield from _around(family, left, _groups_of_tiles(records, room), FEWER_BANDS)
 
 
 # Groups of heads that rows are for: their condition, groups that modules have to serve, and one that stands for all.
 _Groups = tuple[AtMost | Multiples | None, Collection[int], int]
+
+
+def _groups_of_tiles(records: Iterable[PackedRecord], room: int) -> list[_Groups]:
+    """Multiples of what a tile of a module may hold, the most first; then one head of its own, and any group.
+
+    Modules that serve some of them serve all that are less than twice as large as `room`.
+    """
+    specs = [result.spec for record in records for result in record.results]
+    several = {_heads_in_a_tile(spec) for spec in specs if not _most_heads(spec)} - {1}
+    found: list[_Groups] = [
+        (Multiples(multiple_of=heads), range(heads, 2 * room * heads, heads), heads)
+        for heads in sorted(several, reverse=True)
+    ]
+    return [*found, (AtMost(at_most=1), (1,), 1), (None, range(1, 2 * room), ANY_GROUP)]
 
 
 def _around(
@@ -292,6 +308,7 @@ def _around(
     records: Sequence[PackedRecord],
     groups: Iterable[_Groups],
     bands: Sequence[tuple[float | None, float]],
+    tiles: Sequence[float] = nearby.TILES,
 ) -> Iterator[Row]:
     """Rows for groups of heads, and for bands of how uneven lengths are, each by its edge and its middle."""
     timed = [nearby.Timed(_place_of(record), _speeds_of(record)) for record in records]
@@ -300,7 +317,7 @@ def _around(
         able = {file for file, spec in specs.items() if _serves_all(spec, served)}
         for edge, middle in bands:
             longest = Times(up_to=edge) if edge else None
-            for choice in nearby.choices(timed, able, around, middle):
+            for choice in nearby.choices(timed, able, around, middle, tiles):
                 row = _row_of(family, choice.module, choice.tiles, choice.keys, [_told(choice, records)])
                 yield row.model_copy(update={"group": condition, "longest_q": longest})
 

@@ -19,6 +19,7 @@ TILE_OCTAVES, KEY_OCTAVES, GROUP_OCTAVES, UNEVEN_OCTAVES = 0.7, 0.5, 0.2, 1.0
 # The edges of bands of tiles per SM, of which the last has no end, and the keys at which modules are compared. Fewer
 # tiles than the fewest take as long.
 TILES = tuple(2.0**step for step in range(-3, 6))
+MORE_TILES = *TILES, 64.0, 128.0  # for prompts of which none is short: long documents fill a GPU as often
 KEYS = tuple(2 ** (step / 2) for step in range(16, 32))
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by. Modules
 # within so much of the best are as good, and those are taken that need the fewest rows.
@@ -68,19 +69,25 @@ class Choice:
     records: tuple[int, ...]
 
 
-def choices(records: Sequence[Timed], able: Collection[Module], group: float, uneven: float) -> Iterator[Choice]:
+def choices(
+    records: Sequence[Timed],
+    able: Collection[Module],
+    group: float,
+    uneven: float,
+    edges: Sequence[float] = TILES,
+) -> Iterator[Choice]:
     """Of the modules `able` the best ones for a group of heads, and lengths that are so uneven: from the fewest tiles
-    to the most, and in each band of these from the fewest keys to the most.
+    to the most, and in each band of these, between `edges`, from the fewest keys to the most.
 
     Bands which the same modules serve are one. Nothing without a record of one of the modules.
     """
     modules = sorted({module for record in records for module in record.speeds} & set(able))
     if not modules:
         return
-    middles = (TILES[0], *(edge / math.sqrt(2) for edge in TILES[1:]), TILES[-1] * math.sqrt(2))
+    middles = (edges[0], *(edge / math.sqrt(2) for edge in edges[1:]), edges[-1] * math.sqrt(2))
     means, tell = _means(records, modules, [Place.of(tiles, keys, group, uneven) for tiles in middles for keys in KEYS])
     for bands, parts in _bands([means[begin : begin + len(KEYS)] for begin in range(0, len(means), len(KEYS))]):
-        edge = TILES[bands[-1]] if bands[-1] < len(TILES) else None
+        edge = edges[bands[-1]] if bands[-1] < len(edges) else None
         for keys, module in parts:
             numbers = [band * len(KEYS) + key for band in bands for key in keys]
             there, told = [means[number] for number in numbers], set().union(*(tell[number] for number in numbers))
