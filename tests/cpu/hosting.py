@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rendering import CHECKOUT, variants
+from rendering import CHECKOUT, changed, named, variants
 
 from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu.host import HostProgram, Launch
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.spec.model import Spec
+from fa3gen.design import rules
+from fa3gen.generate.render import render_variant
+from fa3gen.spec.model import Forward, Spec
 from fa3gen.verify.on_cpu import verify_on_cpu
 
 # Bytes of a kernel parameter by the type of its `.param` line.
@@ -42,6 +44,28 @@ def program(stem: str) -> "RecordedProgram":
 def module(stem: str) -> Any:
     """A committed module that runs on the CPU model; the tests of a process share it."""
     return load_on_cpu(CHECKOUT.module_path(stem))
+
+
+@cache
+def small(stem: str, head_dim: int = 64) -> tuple[str, Forward]:
+    """A module with short rows and 32 keys in a tile, and its spec: for mistakes, each of which is compiled.
+
+    What it takes grows with what is unrolled. All else is as committed: what waits for what, and who has which row.
+    """
+    spec = named(stem).spec
+    assert isinstance(spec, Forward)
+    smem = dict.fromkeys("qkv", "128B" if head_dim > 64 or spec.problem.dtype in ("bf16", "fp16") else "64B")
+    parts: dict[str, Any] = {
+        "problem": {"head_dim": head_dim},
+        "tile": {"kv": 32},
+        "smem": smem if spec.smem.vt is None else {**smem, "vt": "32B"},
+        "softmax": {"exp_before_wait": None},
+    }
+    if spec.accumulate is not None and spec.accumulate.columns is not None:
+        parts["accumulate"] = {"columns": 32}
+    variant = changed(stem, **parts)
+    assert isinstance(variant.spec, Forward) and rules.check(variant.spec) == []
+    return render_variant(variant, CHECKOUT), variant.spec
 
 
 def mistaken(folder: Path, name: str, source: str) -> Any:

@@ -20,6 +20,7 @@ STRIPES = [
         "ramp",
         (OFF,),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "the last stripe of a step promoted nowhere",
@@ -29,6 +30,7 @@ STRIPES = [
         "ragged",
         (OFF,),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "half of the columns promoted twice",
@@ -38,6 +40,7 @@ STRIPES = [
         "few_keys",
         (OFF,),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "P V rescaled with O",
@@ -47,6 +50,7 @@ STRIPES = [
         "ramp",
         (OFF,),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "the factor of a thread's other row",
@@ -56,6 +60,7 @@ STRIPES = [
         "ramp",
         (OFF,),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "a stripe promoted while the tensor core writes it",
@@ -65,6 +70,7 @@ STRIPES = [
         "gqa",
         (IN_FLIGHT,),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "S in the registers of the last stripe",
@@ -74,6 +80,7 @@ STRIPES = [
         "ragged",
         (OFF, IN_FLIGHT),
         STRIPED,
+        128,  # four stripes
     ),
     PackedMutation(
         "V given back before its last stripe is multiplied",
@@ -83,6 +90,7 @@ STRIPES = [
         "wrap",
         (IN_FLIGHT, "overwritten"),
         STRIPED,
+        128,  # four stripes
     ),
 ]
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hosting import small
 from mutations import Moved
-from rendering import source
+from rendering import source, spec_of
 
 from fa3gen.cpu.findings import Kind
+from fa3gen.spec.model import Forward
 
 STEM = "fwd_packed_short_d64_causal"
 SUNK, CAPPED = "fwd_packed_pack8_sink_any_window", "fwd_packed_softcap_d128_causal"
@@ -20,9 +22,9 @@ SHARED = "fwd_packed_shared_d64"
 
 @dataclass(frozen=True)
 class PackedMutation:
-    """`old`, which the source of `stem` says once, becomes `new`: a case of `cpu_cases` has to fail with a report.
+    """`old`, which the source of `base` says once, becomes `new`: a case of `cpu_cases` has to fail with a report.
 
-    `reports`: one of these is said.
+    `reports`: one of these is said. `head_dim` is that of `base`, in small tiles; None: the module as committed.
     """
 
     name: str
@@ -32,10 +34,18 @@ class PackedMutation:
     case: str
     reports: tuple[str, ...]
     stem: str = STEM
+    head_dim: int | None = 64
+
+    @property
+    def base(self) -> tuple[str, Forward]:
+        """What is changed, and its spec."""
+        if self.head_dim is None:
+            return source(self.stem), spec_of(self.stem)
+        return small(self.stem, self.head_dim)
 
     def apply(self) -> str:
         """The changed source. Raises Moved unless `old` occurs exactly once."""
-        text = source(self.stem)
+        text, _ = self.base
         if text.count(self.old) != 1:
             raise Moved(f"`{self.old}` occurs {text.count(self.old)} times in {self.stem}.py: the module has changed")
         return text.replace(self.old, self.new)
@@ -92,6 +102,7 @@ PACKED = [
         "for x in (q_begin, seq_q, q_begin, seq_k))",
         "ragged",
         ("O ",),
+        head_dim=None,  # fewer keys in a tile begin where no row is
     ),
     PackedMutation(
         "diagonal of the whole tensors",

@@ -41,6 +41,7 @@ PAGED = [
         "if lane == 2 * TILES_FOUND * BOXES and",
         "wrap",
         ("O ",),
+        head_dim=None,  # a small tile has so few boxes that lanes find those of all
     ),
     _of_boxes(
         "a head's keys for all heads",

@@ -8,17 +8,14 @@ import pytest
 from hosting import mistaken
 from mutations_eight_bit import EIGHT_BIT, EVERY_FOURTH, MIXED, STRIPED, TWO_LEVELS
 from mutations_packed import PackedMutation
-from rendering import variants
 
-from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs
 from fa3gen.verify.attention_on_cpu import CpuRunner
 
 
 @pytest.mark.parametrize("mutation", EIGHT_BIT, ids=lambda mutation: f"{mutation.stem}: {mutation.name}")
 def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
-    spec = variants()[mutation.stem].spec
-    assert isinstance(spec, Forward)
+    _, spec = mutation.base
     (case,) = (case for case in inputs.cpu_cases(spec) if case.name == mutation.case)
     module = mistaken(tmp_path, mutation.stem, mutation.apply())
     failures = CpuRunner(module, spec, seed=1, count=1).run_case(case).failures

@@ -70,13 +70,32 @@ ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "q of 8 bits, stripes, in pages": (FEW_STRIPED, {**PARTS_OF_WINDOW, "softmax": BOTH}),
     "q of 8 bits, dense": ("fwd_fp8_d64_any_window", {"softmax": BOTH}),
 }
-LENGTHS_Q, LENGTHS_K = (3, 1, 70), (300, 9, 130)
+# Of mistakes, of which each is compiled: small tiles, and two stripes.
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "all, few queries, small": (FEW, {**WINDOW, "tile": {"kv_from": "window", "kv": 32}, "softmax": BOTH}),
+    "q of 8 bits, few queries, small": (
+        FEW_OF_8,
+        {"tile": {"kv": 32}, "smem": {"vt": "32B"}, "softmax": {**BOTH, "exp_before_wait": None}},
+    ),
+    "q of 8 bits, stripes, in pages, small": (
+        FEW_STRIPED,
+        {
+            **WINDOW,
+            "problem": {"head_dim": 64},
+            "tile": {"kv_from": "window", "kv": 32},
+            "smem": {"q": "64B", "k": "64B", "v": "64B", "vt": "32B"},
+            "accumulate": {"columns": 32},
+            "softmax": BOTH,
+        },
+    ),
+}
+LENGTHS_Q, LENGTHS_K = (3, 1, 17), (300, 9, 130)
 SHOWING = ("few_keys", "wrap", "shares", "sinks", "capped", "wide_window", "narrow_window")
 
 
 @cache
 def variant(name: str) -> Variant:
-    stem, parts = ARRANGEMENTS[name]
+    stem, parts = {**ARRANGEMENTS, **SMALL}[name]
     found = changed(stem, **parts)
     assert isinstance(found.spec, Forward) and rules.check(found.spec) == []
     return found
@@ -96,7 +115,8 @@ def cases_of(spec: Forward) -> list[Case]:
         several: list[Any] = [Case("heads", "factors of heads, sinks, a cap", 2, 70, 200, 4, 2, scale=0.5, softcap=5.0)]
         cases: list[Any] = [case for case in inputs.cpu_cases(spec) if case.name in SHOWING]
     else:
-        lengths = (3, 1, 0, 70, 2), (300, 9, 7, 130, 0)
+        rows = 70 if spec.tile.pack_heads == 1 else 17  # two tiles of each head, or more
+        lengths = (3, 1, 0, rows, 2), (300, 9, 7, 130, 0)
         heads = (4 * spec.tile.pack_heads if spec.tile.group == "multiple" else 8, 4)
         facts: dict[str, Any] = {"heads": heads, "first": 2, "scale": 0.5, "softcap": 5.0}
         packed = packed_inputs.sequences("heads", "factors of sequences and heads, sinks, a cap", *lengths, **facts)
@@ -161,7 +181,7 @@ def test_the_bits_are_those_of_16_bits_times_their_factors(tmp_path: Path) -> No
 
 # Mistakes: in which arrangement, what stands there, and what somebody may have written
 
-SHARED, OF_8, STRIPES = "all, few queries", "q of 8 bits, few queries", "q of 8 bits, stripes, in pages"
+SHARED, OF_8, STRIPES = SMALL
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "no factor of K before the cap": (
         SHARED,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import mistaken
-from rendering import CHECKOUT, source, variants
+from hosting import mistaken, small
+from rendering import CHECKOUT, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
@@ -32,10 +32,13 @@ def module() -> Any:
     return load_on_cpu(CHECKOUT.module_path(STEM))
 
 
-def case(group: int) -> packed_inputs.PackedCase:
-    """Two tiles of a sequence, the second one cut short, and a sequence of one row, of two kv heads."""
+def case(group: int, keys: int | None = None) -> packed_inputs.PackedCase:
+    """Two tiles of a sequence, the second one cut short, and a sequence of one row, of two kv heads.
+
+    `keys` are those of a tile.
+    """
     rows = positions(fitted(spec(), PackedShape((1,), (1,), group, 1), 1))
-    lengths = (rows + 2, 1), (spec().tile.kv + 5, 3)
+    lengths = (rows + 2, 1), ((keys or spec().tile.kv) + 5, 3)
     return packed_inputs.sequences(f"of {group}", "", *lengths, heads=(2 * group, 2), first=1, behind=2)
 
 
@@ -77,18 +80,18 @@ def test_sequences_of_one_call_have_tiles_of_different_heads(group: int, sms: in
     assert failures(module(), chunk_and_steps(group), sms) == ()
 
 
-def failures(found: Any, case: packed_inputs.PackedCase, sms: int) -> tuple[str, ...]:
-    """With so many SMs, under one schedule."""
+def failures(found: Any, case: packed_inputs.PackedCase, sms: int, of: Forward | None = None) -> tuple[str, ...]:
+    """With so many SMs, under one schedule; `of` is its spec where it is not the committed module."""
     found.cpu.settings = Settings(sms=sms)
     try:
-        return CpuPackedRunner(found, spec(), seed=2, count=1).run_case(case).failures
+        return CpuPackedRunner(found, of or spec(), seed=2, count=1).run_case(case).failures
     finally:
         found.cpu.settings = Settings()
 
 
-def long_and_short() -> packed_inputs.PackedCase:
+def long_and_short(keys: int = 3000) -> packed_inputs.PackedCase:
     """A tile whose keys many CTAs share, and tiles that two do: rows of many parts, and of few, are added up."""
-    lengths = (5, 140, 1), (3000, 300, 9)
+    lengths = (5, 140, 1), (keys, keys // 10, 9)
     return packed_inputs.sequences("long and short", "", *lengths, heads=(3, 1), first=1, behind=2)
 
 
@@ -99,7 +102,7 @@ def test_rows_of_few_and_of_many_parts_are_added_up(sms: int) -> None:
 
 def test_more_ctas_than_threads_that_deal_rows_out() -> None:
     """Whose rows are counted 256 CTAs at a time."""
-    case = packed_inputs.sequences("many", "", (1,) * 300, (260,) * 300, heads=(1, 1), first=1, behind=2)
+    case = packed_inputs.sequences("many", "", (1,) * 193, (260,) * 193, heads=(1, 1), first=1, behind=2)
     assert failures(module(), case, 290) == ()
 
 
@@ -124,57 +127,82 @@ def test_more_ctas_than_threads_that_deal_rows_out() -> None:
 )
 def test_mistakes_are_reported(group: int, right: str, wrong: str, tmp_path: Path) -> None:
     """In the case above: what it shows is no accident of the numbers."""
-    assert source(STEM).count(right) == 1
-    broken = mistaken(tmp_path, STEM, source(STEM).replace(right, wrong))
-    assert CpuPackedRunner(broken, spec(), seed=2, count=1).run_case(case(group)).failures != ()
+    text, of = small(STEM)
+    assert text.count(right) == 1
+    broken = mistaken(tmp_path, STEM, text.replace(right, wrong))
+    assert CpuPackedRunner(broken, of, seed=2, count=1).run_case(case(group, of.tile.kv)).failures != ()
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("n_end = n_blocks if step_end == steps else", "n_end = n_blocks if step_end > steps else"),
-        ("step + cutlass.min(n_blocks, steps), share", "step + steps + 1, share"),
-        ("pack, step = step // of_pack, step % of_pack", "pack, step = step % of_pack, step // of_pack"),
-        ("        head = pack // packs\n", "        head = pack % packs\n"),
-        ("((pack - head * packs) << pack_log2)", "(pack - head * packs)"),
-        ("((head - head_kv * group, begin),", "((0, begin),"),
-        ("pack_log2 = cute.arch.shuffle_sync(lane_log2, owner)", "pack_log2 = lane_log2"),
-        ("steps = of_pack * cutlass.max(heads >> lane_log2, 1) * line_heads", "steps = of_pack * line_heads"),
-        ("q_begin, seq_q, *_), cut_log2 = tile, pack_log2", "q_begin, seq_q, *_), cut_log2 = tile, zero"),
-        ("kept = (position << pack_log2) + head", "kept = position * heads + head"),
-        ("rows = cutlass.min(group, 1 << pack_log2) *", "rows = cutlass.min(group, 1 << pack_log2) // 2 *"),
-        ("    heads = cutlass.min(group, 1 << pack_log2)\n", "    heads = 1 << pack_log2\n"),
-        (
-            "num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS",
-            "num_parts > PARTS_OF_WARP + 8 else piece * COMBINE_WARPS",
-        ),
-        ("rows = rows if num_parts > PARTS_OF_WARP else", "rows = rows if num_parts < PARTS_OF_WARP else"),
-        ("before += of_warps[warp] if warp < warp_idx else 0", "before += of_warps[warp] if warp <= warp_idx else 0"),
-        ("before = ends[owner - 1]", "before = ends[owner]"),
-        ("            piece += ctas\n", "            piece += ctas + 1\n"),
-    ],
-    ids=[
-        "the last tile of keys",
-        "how many parts there are",
-        "heads and steps",
-        "packs of a kv head",
-        "heads of a pack",
-        "rows of a pack",
-        "heads of another sequence",
-        "steps of one pack",
-        "heads of a cut tile",
-        "rows of a part",
-        "half of the rows",
-        "rows of heads that there are not",
-        "rows of many parts",
-        "pieces of a tile",
-        "pieces of the warps before",
-        "the first piece of a tile",
-        "the next piece",
-    ],
-)
-def test_mistakes_in_shares_and_sums_are_reported(right: str, wrong: str, tmp_path: Path) -> None:
-    assert source(STEM).count(right) == 1
-    broken = mistaken(tmp_path, STEM, source(STEM).replace(right, wrong))
-    cases = (long_and_short(), 30), (chunk_and_steps(5), 9), (chunk_and_steps(6), 7), (chunks(3), 2)
-    assert any(failures(broken, case, sms) != () for case, sms in cases)
+MISTAKES = {  # what stands there, what somebody may have written, and the case that shows it
+    "the last tile of keys": (
+        "n_end = n_blocks if step_end == steps else",
+        "n_end = n_blocks if step_end > steps else",
+        "both of 5",
+    ),
+    "how many parts there are": (
+        "step + cutlass.min(n_blocks, steps), share",
+        "step + steps + 1, share",
+        "long and short",
+    ),
+    "heads and steps": (
+        "pack, step = step // of_pack, step % of_pack",
+        "pack, step = step % of_pack, step // of_pack",
+        "long and short",
+    ),
+    "packs of a kv head": ("        head = pack // packs\n", "        head = pack % packs\n", "both of 5"),
+    "heads of a pack": ("((pack - head * packs) << pack_log2)", "(pack - head * packs)", "both of 6"),
+    "rows of a pack": ("((head - head_kv * group, begin),", "((0, begin),", "both of 5"),
+    "heads of another sequence": (
+        "pack_log2 = cute.arch.shuffle_sync(lane_log2, owner)",
+        "pack_log2 = lane_log2",
+        "both of 5",
+    ),
+    "steps of one pack": (
+        "steps = of_pack * cutlass.max(heads >> lane_log2, 1) * line_heads",
+        "steps = of_pack * line_heads",
+        "both of 5",
+    ),
+    "heads of a cut tile": (
+        "q_begin, seq_q, *_), cut_log2 = tile, pack_log2",
+        "q_begin, seq_q, *_), cut_log2 = tile, zero",
+        "long and short",
+    ),
+    "rows of a part": ("kept = (position << pack_log2) + head", "kept = position * heads + head", "long and short"),
+    "half of the rows": (
+        "rows = cutlass.min(group, 1 << pack_log2) *",
+        "rows = cutlass.min(group, 1 << pack_log2) // 2 *",
+        "long and short",
+    ),
+    "rows of heads that there are not": (
+        "    heads = cutlass.min(group, 1 << pack_log2)\n",
+        "    heads = 1 << pack_log2\n",
+        "long and short",
+    ),
+    "rows of many parts": (
+        "num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS",
+        "num_parts > PARTS_OF_WARP + 8 else piece * COMBINE_WARPS",
+        "long and short",
+    ),
+    "pieces of a tile": (
+        "rows = rows if num_parts > PARTS_OF_WARP else",
+        "rows = rows if num_parts < PARTS_OF_WARP else",
+        "long and short",
+    ),
+    "pieces of the warps before": (
+        "before += of_warps[warp] if warp < warp_idx else 0",
+        "before += of_warps[warp] if warp <= warp_idx else 0",
+        "long and short",
+    ),
+    "the first piece of a tile": ("before = ends[owner - 1]", "before = ends[owner]", "long and short"),
+    "the next piece": ("            piece += ctas\n", "            piece += ctas + 1\n", "both of 5"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_shares_and_sums_are_reported(mistake: str, tmp_path: Path) -> None:
+    (text, of), (right, wrong, shown_by) = small(STEM), MISTAKES[mistake]
+    assert text.count(right) == 1
+    broken = mistaken(tmp_path, STEM, text.replace(right, wrong))
+    cases = (long_and_short(750), 30), (chunk_and_steps(5), 9), (chunk_and_steps(6), 7)
+    [(shown, sms)] = [(case, sms) for case, sms in cases if case.name == shown_by]
+    assert failures(broken, shown, sms, of) != ()

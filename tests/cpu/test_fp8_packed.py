@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module, reported
+from hosting import mistaken, module, reported, small
 from packed_modules import offsets
-from rendering import source, variants
+from rendering import variants
 
 from fa3gen.run.eight_bits import FACTORS
-from fa3gen.spec.model import CausalMask, Forward
+from fa3gen.spec.model import CausalMask
 from fa3gen.verify import packed_inputs, paged_inputs, reference
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
@@ -30,6 +30,7 @@ ROWS = {dim: f"fwd_fp8_paged_rows_d{dim}_causal" for dim in (64, 128, 256)}
 FEW_ROWS = {dim: f"fwd_fp8_paged_decode_rows_d{dim}_causal" for dim in ROWS}
 # More keys than queries, the other way round, without queries, without keys, without both.
 LENGTHS_Q, LENGTHS_K, HEADS = (3, 0, 150, 5, 0, 70), (300, 7, 130, 0, 0, 9), (4, 2)
+FEW_Q = (3, 0, 35, 5, 0, 17)  # of modules for few queries, whose tiles have 4
 PAGE = 48
 
 
@@ -38,10 +39,15 @@ def bounds_of(lengths: tuple[int, ...]) -> list[slice]:
     return [slice(*pair) for pair in zip(begins, begins[1:], strict=False)]
 
 
+def lengths_of(stem: str) -> tuple[int, ...]:
+    """How many queries each sequence has: several tiles of them, by any module."""
+    return FEW_Q if variants()[stem].spec.tile.pack_heads > 1 else LENGTHS_Q
+
+
 def tensors(stem: str) -> tuple[torch.Tensor, ...]:
     """q, k and v of all sequences one behind the other."""
     dim, generator = variants()[stem].spec.problem.head_dim, torch.Generator().manual_seed(7)
-    (heads_q, heads_kv), rows = HEADS, (sum(LENGTHS_Q), sum(LENGTHS_K))
+    (heads_q, heads_kv), rows = HEADS, (sum(lengths_of(stem)), sum(LENGTHS_K))
     shapes = (rows[0], heads_q, dim), (rows[1], heads_kv, dim), (rows[1], heads_kv, dim)
     return tuple(torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
 
@@ -75,7 +81,7 @@ def call(attention: Any, stem: str, page: int = PAGE, **options: Any) -> tuple[t
     keys = {"k": k, "v": v, "cu_seqlens_k": offsets(LENGTHS_K)}
     if variants()[stem].spec.problem.layout == "paged":
         keys = in_pages(k, v, page)
-    found = attention(q, **keys, cu_seqlens_q=offsets(LENGTHS_Q), return_lse=True, **options)
+    found = attention(q, **keys, cu_seqlens_q=offsets(lengths_of(stem)), return_lse=True, **options)
     return found  # type: ignore[no-any-return]
 
 
@@ -105,7 +111,7 @@ def expected(stem: str, factors: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     outs, lses, group = [], [], HEADS[0] // HEADS[1]
     ones = torch.ones(len(LENGTHS_Q), HEADS[1])
     reach = (None, 0) if isinstance(variants()[stem].spec.mask, CausalMask) else (None, None)
-    for i, (rows, keys) in enumerate(zip(bounds_of(LENGTHS_Q), bounds_of(LENGTHS_K), strict=True)):
+    for i, (rows, keys) in enumerate(zip(bounds_of(lengths_of(stem)), bounds_of(LENGTHS_K), strict=True)):
         if rows.start == rows.stop:
             continue
         of_q, of_k, of_v = (factors.get(name, ones)[i, :, None].double() for name in FACTORS)
@@ -131,7 +137,7 @@ def test_bits_are_those_of_dense_tensors(stem: str, dense: str, window: dict[str
     """The tiles and the order of sums are the same, and what is behind the keys is zeros there, too."""
     factors = factors_of("of heads")
     out, lse = call(module(stem).attention, stem, **factors, **window)
-    for i, (rows, keys) in enumerate(zip(bounds_of(LENGTHS_Q), bounds_of(LENGTHS_K), strict=True)):
+    for i, (rows, keys) in enumerate(zip(bounds_of(lengths_of(stem)), bounds_of(LENGTHS_K), strict=True)):
         q, k, v = (x[None, part] for x, part in zip(tensors(stem), (rows, keys, keys), strict=True))
         of = {name: x[i : i + 1] for name, x in factors.items()}
         wanted, wanted_lse = module(dense).attention(q, k, v, return_lse=True, **of, **window)
@@ -166,7 +172,7 @@ def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
             for rows, begin in zip(bounds_of(LENGTHS_K), begins.tolist(), strict=False):
                 into[begin : begin + rows.stop - rows.start] = x[rows].view(torch.uint8)
         keys = [x.view(E4M3) for x in spoilt]
-        found = module(stem).attention(q, *keys, offsets(LENGTHS_Q), begins, seqused_k=used, return_lse=True)
+        found = module(stem).attention(q, *keys, offsets(lengths_of(stem)), begins, seqused_k=used, return_lse=True)
         assert found[0].equal(wanted[0]) and found[1].equal(wanted[1])
 
 
@@ -253,10 +259,9 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     stem, right, wrong = MISTAKES[name]
-    assert source(stem).count(right) == 1
-    spec = variants()[stem].spec
-    assert isinstance(spec, Forward)
+    text, spec = small(stem)
+    assert text.count(right) == 1
     inputs = paged_inputs if spec.problem.layout == "paged" else packed_inputs
     cases = [case for case in inputs.cpu_cases(spec) if case.name in ("ragged", "decode", "wrap", "shares")]
-    found = mistaken(tmp_path, "wrong", source(stem).replace(right, wrong))
+    found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
     assert reported(found, spec, cases, schedules=4)

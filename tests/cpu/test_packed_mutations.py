@@ -10,17 +10,14 @@ from hosting import mistaken
 from mutations import Moved
 from mutations_packed import PACKED, STEM, PackedMutation
 from mutations_paged import BOXES, PAGED, ROWS
-from rendering import variants
 
-from fa3gen.spec.model import Forward
 from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
 
 @pytest.mark.parametrize("mutation", [*PACKED, *PAGED], ids=lambda mutation: mutation.name)
 def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
-    spec = variants()[mutation.stem].spec
-    assert isinstance(spec, Forward)
+    _, spec = mutation.base
     paged = spec.problem.layout == "paged"
     cases = paged_inputs.cpu_cases(spec) if paged else packed_inputs.cpu_cases(spec)
     (case,) = (case for case in cases if case.name == mutation.case)

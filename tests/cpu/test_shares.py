@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import compiled, mistaken, module, path_of
-from rendering import source, variants
+from hosting import compiled, mistaken, module, path_of, small
+from rendering import source, spec_of, variants
 
 from fa3gen.cpu.driver import LaunchRefused
 from fa3gen.cpu.host import HostProgram
@@ -21,6 +21,7 @@ from fa3gen.design import ceiling
 from fa3gen.design.family import PackedShape
 from fa3gen.design.splits import num_lines, share_of, steps_of
 from fa3gen.design.work import Problem
+from fa3gen.spec.model import Forward
 from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.on_cpu import verify_on_cpu
 from fa3gen.verify.packed_inputs import PackedCase, sequences
@@ -29,20 +30,19 @@ torch.set_num_threads(1)  # the workers of xdist share the cores
 PACKED, CAUSAL, PAGED = "fwd_packed_decode_d128", "fwd_packed_decode_d128_causal", "fwd_paged_decode_d128_causal"
 
 
-def in_layout(stem: str, case: PackedCase) -> PackedCase:
+def in_layout(spec: Forward, case: PackedCase) -> PackedCase:
     """The case as a module's layout has it."""
-    spec = variants()[stem].spec
     return next(paged_inputs.in_pages([case], spec)) if spec.problem.layout == "paged" else case
 
 
-def failures(found: Any, stem: str, cases: list[PackedCase], sms: int, seed: int | None = None) -> tuple[str, ...]:
+def failures(found: Any, spec: Forward, cases: list[PackedCase], sms: int, seed: int | None = None) -> tuple[str, ...]:
     """What goes wrong with so many SMs, under one schedule.
 
     Also in calls without work, but for as many SMs as test_every_module makes them with.
     """
     found.cpu.settings, calls = Settings(sms=sms), sms != Settings().sms
     try:
-        report = verify_on_cpu(found, variants()[stem].spec, stem=stem, cases=cases, count=1, calls=calls, seed=seed)
+        report = verify_on_cpu(found, spec, cases=cases, count=1, calls=calls, seed=seed)
         return tuple(report.failures)
     finally:
         found.cpu.settings = Settings()
@@ -74,8 +74,8 @@ OF_SCORES = [WINDOW, SINK, "fwd_packed_decode_sink_any_window", "fwd_paged_decod
     ],
 )
 def test_steps_of_serving(stem: str, sms: int) -> None:
-    draw = random.Random(100 * sms + len(stem))
-    assert failures(module(stem), stem, [in_layout(stem, drawn(draw)) for _ in range(3)], sms, seed=sms) == ()
+    draw, spec = random.Random(100 * sms + len(stem)), spec_of(stem)
+    assert failures(module(stem), spec, [in_layout(spec, drawn(draw)) for _ in range(3)], sms, seed=sms) == ()
 
 
 def shares(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], heads_kv: int, sms: int) -> list[list[int]]:
@@ -270,16 +270,16 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_reported(mistake: str, tmp_path: Path) -> None:
-    old, new = MISTAKES[mistake]
-    text = source(CAUSAL)
+    (old, new), (text, spec) = MISTAKES[mistake], small(CAUSAL)
     assert text.count(old) == 1, f"the module has changed: {old}"
     found = mistaken(tmp_path, "wrong", text.replace(old, new))
-    cut = sequences("cut", "tiles cut, whole, of several positions", (1, 6, 1), (64 * 6, 64 * 4, 64), heads=(6, 2))
-    long = sequences("long", "a tile in all shares", (1,), (64 * 12,))
-    rows = sequences("rows", "a second tile of the same head, cut", (6,), (64 * 4,))
-    many = sequences("many", "more than a warp looks at", [1] * 40, [65] * 40)
-    several = sequences("several", "a CTA adds up several positions", (1, 1, 1, 4), (64, 64, 64, 64 * 12), heads=(1, 1))
-    assert any(failures(found, CAUSAL, [case], 3) for case in (cut, long, rows, many, several))
+    kv = spec.tile.kv
+    cut = sequences("cut", "tiles cut, whole, of several positions", (1, 6, 1), (kv * 6, kv * 4, kv), heads=(6, 2))
+    long = sequences("long", "a tile in all shares", (1,), (kv * 12,))
+    rows = sequences("rows", "a second tile of the same head, cut", (6,), (kv * 4,))
+    many = sequences("many", "more than a warp looks at", [1] * 40, [kv + 1] * 40)
+    several = sequences("several", "a CTA adds up several positions", (1, 1, 1, 4), (kv, kv, kv, kv * 12), heads=(1, 1))
+    assert any(failures(found, spec, [case], 3) for case in (cut, long, rows, many, several))
 
 
 @pytest.mark.parametrize(("kernel", "place"), [("attention_kernel", 0), ("combine_kernel", 1)])
@@ -326,13 +326,13 @@ OTHER_MISTAKES = {
 @pytest.mark.parametrize("mistake", OTHER_MISTAKES)
 def test_mistakes_with_windows_sinks_and_rows_are_reported(mistake: str, tmp_path: Path) -> None:
     stem, old, new = OTHER_MISTAKES[mistake]
-    text = source(stem)
+    text, spec = small(stem)
     assert text.count(old) == 1, f"the module has changed: {old}"
-    found = mistaken(tmp_path, "wrong", text.replace(old, new))
-    window, cut = (127, 0), ((1, 6, 1), (64 * 9, 64 * 4 + 33, 300))
+    found, kv = mistaken(tmp_path, "wrong", text.replace(old, new)), spec.tile.kv
+    window, cut = (2 * kv - 1, 0), ((1, 6, 1), (kv * 9, kv * 4 + kv // 2 + 1, kv * 5 - kv // 3))
     cases = [
         sequences("narrow", "tiles that a window cuts on both sides", *cut, heads=(6, 2), window=window),
-        sequences("wide", "a tile in all shares", (1,), (64 * 12,), heads=(3, 1), window=(-1, -1)),
-        sequences("whole", "tiles that one CTA has", (1, 1, 1), (64, 64, 64), heads=(6, 2), window=window),
+        sequences("wide", "a tile in all shares", (1,), (kv * 12,), heads=(3, 1), window=(-1, -1)),
+        sequences("whole", "tiles that one CTA has", (1, 1, 1), (kv, kv, kv), heads=(6, 2), window=window),
     ]
-    assert any(failures(found, stem, [in_layout(stem, case)], 3) for case in cases)
+    assert any(failures(found, spec, [in_layout(spec, case)], 3) for case in cases)
