@@ -253,6 +253,14 @@ def test_mistakes_are_reported(name: str, stem: str, tmp_path: Path) -> None:
     assert reported(found, spec, cases)
 
 
+@pytest.mark.parametrize("stem", [STEM, PRODUCTION])
+def test_without_a_mistake_nothing_is_reported(stem: str, tmp_path: Path) -> None:
+    (text, spec), shown_by = small(stem), {case for *_, case in MISTAKES.values()}
+    cases = [each for each in inputs.cpu_cases(spec) if each.name in shown_by]
+    assert len(cases) == len(shown_by)
+    assert reported(mistaken(tmp_path, "right", text), spec, cases) == ()
+
+
 def test_a_product_of_tiny_factors_that_is_0_would_show(tmp_path: Path) -> None:
     """Without a smallest scale hidden keys are NaN where a block of zeros meets another one."""
     right = "cute.arch.fmax(q_scale * k_scale, SMALLEST_SCALE)"

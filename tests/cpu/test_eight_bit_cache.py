@@ -103,9 +103,14 @@ MISTAKES = {
 def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     (text, spec), (right, wrong) = small(FEW), MISTAKES[name]
     assert right in text
-    cases = [case for case in packed_inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap")]
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert reported(found, spec, cases, schedules=4)
+    assert reported(found, spec, cases_of(spec), schedules=4)
+
+
+def cases_of(spec: Forward) -> list[Any]:
+    """Those that show mistakes."""
+    inputs = paged_inputs if spec.problem.layout == "paged" else packed_inputs
+    return [case for case in inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap", "ragged")]
 
 
 # Of rows that are gathered one by one: module, what stands there, what should not.
@@ -134,8 +139,18 @@ ROW_MISTAKES = {
 @pytest.mark.parametrize("name", ROW_MISTAKES)
 def test_mistakes_with_single_rows_are_reported(name: str, tmp_path: Path) -> None:
     stem, right, wrong = ROW_MISTAKES[name]
-    text, spec = small(stem, 128 if stem == MANY_ROWS else 64)  # only longer rows have halves of 64
+    text, spec = small(stem, row_of(stem))
     assert text.count(right) == 1
-    cases = [case for case in paged_inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap", "ragged")]
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert reported(found, spec, cases, schedules=4)
+    assert reported(found, spec, cases_of(spec), schedules=4)
+
+
+def row_of(stem: str) -> int:
+    """Elements of a row of the small module: only longer rows have halves of 64."""
+    return 128 if stem == MANY_ROWS else 64
+
+
+@pytest.mark.parametrize("stem", [FEW, *sorted({stem for stem, *_ in ROW_MISTAKES.values()})])
+def test_without_a_mistake_nothing_is_reported(stem: str, tmp_path: Path) -> None:
+    text, spec = small(stem, row_of(stem))
+    assert reported(mistaken(tmp_path, "right", text), spec, cases_of(spec)) == ()

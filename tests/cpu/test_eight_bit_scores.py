@@ -225,8 +225,19 @@ def test_a_mistake_is_reported(mistake: str, tmp_path: Path) -> None:
     assert text(name).count(right) == 1
     spec = variant(name).spec
     assert isinstance(spec, Forward)
-    cases = [case for case in cases_of(spec) if case.name == "heads"]
-    found = mistaken(tmp_path, "wrong", text(name).replace(right, wrong))
-    report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=1, calls=False)
-    wrongs = [failure for case in report.cases for failure in case.failures]
+    wrongs = said_of(text(name).replace(right, wrong), spec, tmp_path)
     assert any(failure.startswith(("O is off", "LSE is")) for failure in wrongs), wrongs
+
+
+def said_of(source: str, spec: Forward, folder: Path) -> list[str]:
+    """What goes wrong with factors of sequences and heads."""
+    cases = [case for case in cases_of(spec) if case.name == "heads"]
+    found = mistaken(folder, "wrong", source)
+    report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=1, calls=False)
+    return [failure for case in report.cases for failure in case.failures]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_without_a_mistake_nothing_is_reported(name: str, tmp_path: Path) -> None:
+    spec = variant(name).spec
+    assert isinstance(spec, Forward) and said_of(text(name), spec, tmp_path) == []

@@ -203,6 +203,18 @@ def test_mistakes_in_shares_and_sums_are_reported(mistake: str, tmp_path: Path) 
     (text, of), (right, wrong, shown_by) = small(STEM), MISTAKES[mistake]
     assert text.count(right) == 1
     broken = mistaken(tmp_path, STEM, text.replace(right, wrong))
-    cases = (long_and_short(750), 30), (chunk_and_steps(5), 9), (chunk_and_steps(6), 7)
-    [(shown, sms)] = [(case, sms) for case, sms in cases if case.name == shown_by]
+    [(shown, sms)] = [(case, sms) for case, sms in showing() if case.name == shown_by]
     assert failures(broken, shown, sms, of) != ()
+
+
+def showing() -> list[tuple[packed_inputs.PackedCase, int]]:
+    """Cases that show mistakes, each with a number of SMs."""
+    return [(long_and_short(750), 30), (chunk_and_steps(5), 9), (chunk_and_steps(6), 7)]
+
+
+def test_without_a_mistake_nothing_is_reported(tmp_path: Path) -> None:
+    """In the small module, which is no committed one."""
+    text, of = small(STEM)
+    right = mistaken(tmp_path, STEM, text)
+    cases = [*showing(), *((case(group, of.tile.kv), Settings().sms) for group in (2, 3, 4))]
+    assert [failures(right, each, sms, of) for each, sms in cases] == [()] * len(cases)

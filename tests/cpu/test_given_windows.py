@@ -66,3 +66,12 @@ def test_a_wrong_window_shows(stem: str, old: str, new: str, shown_by: str, tmp_
     [case] = [case for case in cpu_cases(spec) if case.name == shown_by]
     found = mistaken(tmp_path, "wrong", text.replace(old, new))
     assert CpuRunner(found, spec, seed=1, count=1).run_case(case).failures != ()
+
+
+@pytest.mark.parametrize("stem", [COOPERATIVE, OVERLAPPED])
+def test_right_windows_show_nothing(stem: str, tmp_path: Path) -> None:
+    """In the small modules, which are no committed ones."""
+    text, spec = small(stem)
+    runner = CpuRunner(mistaken(tmp_path, "right", text), spec, seed=1, count=1)
+    shown_by = [case for case in cpu_cases(spec) if case.name in ("wide_window", "narrow_window", "ragged")]
+    assert [runner.run_case(case).failures for case in shown_by] == [()] * 3

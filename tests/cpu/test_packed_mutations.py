@@ -11,6 +11,7 @@ from mutations import Moved
 from mutations_packed import PACKED, STEM, PackedMutation
 from mutations_paged import BOXES, PAGED, ROWS
 
+from fa3gen.spec.model import Forward
 from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
@@ -18,13 +19,26 @@ from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 @pytest.mark.parametrize("mutation", [*PACKED, *PAGED], ids=lambda mutation: mutation.name)
 def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
     _, spec = mutation.base
+    failures = said_of(mutation.apply(), spec, mutation.case, tmp_path)
+    assert any(report in failure for failure in failures for report in mutation.reports), failures
+
+
+def said_of(source: str, spec: Forward, name: str, folder: Path) -> tuple[str, ...]:
+    """What goes wrong in the case of this name."""
     paged = spec.problem.layout == "paged"
     cases = paged_inputs.cpu_cases(spec) if paged else packed_inputs.cpu_cases(spec)
-    (case,) = (case for case in cases if case.name == mutation.case)
-    module = mistaken(tmp_path, mutation.stem, mutation.apply())
+    (case,) = (case for case in cases if case.name == name)
     runner = CpuPagedRunner if paged else CpuPackedRunner
-    failures = runner(module, spec, seed=1, count=1).run_case(case).failures
-    assert any(report in failure for failure in failures for report in mutation.reports), failures
+    return runner(mistaken(folder, "mutated", source), spec, seed=1, count=1).run_case(case).failures
+
+
+@pytest.mark.parametrize("stem", sorted({mutation.stem for mutation in (*PACKED, *PAGED)}))
+def test_without_a_mutation_nothing_is_reported(stem: str, tmp_path: Path) -> None:
+    """Of small modules; committed ones are verified elsewhere."""
+    own = [mutation for mutation in (*PACKED, *PAGED) if mutation.stem == stem and mutation.head_dim is not None]
+    assert own
+    for name in dict.fromkeys(mutation.case for mutation in own):
+        assert said_of(*own[0].base, name, tmp_path) == ()
 
 
 def test_there_are_mutations_of_every_kind() -> None:

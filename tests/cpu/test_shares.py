@@ -273,13 +273,24 @@ def test_mistakes_are_reported(mistake: str, tmp_path: Path) -> None:
     (old, new), (text, spec) = MISTAKES[mistake], small(CAUSAL)
     assert text.count(old) == 1, f"the module has changed: {old}"
     found = mistaken(tmp_path, "wrong", text.replace(old, new))
+    assert any(failures(found, spec, [case], 3) for case in cases_of_shares(spec))
+
+
+def cases_of_shares(spec: Forward) -> list[PackedCase]:
+    """Tiles cut, shared and whole."""
     kv = spec.tile.kv
     cut = sequences("cut", "tiles cut, whole, of several positions", (1, 6, 1), (kv * 6, kv * 4, kv), heads=(6, 2))
     long = sequences("long", "a tile in all shares", (1,), (kv * 12,))
     rows = sequences("rows", "a second tile of the same head, cut", (6,), (kv * 4,))
     many = sequences("many", "more than a warp looks at", [1] * 40, [kv + 1] * 40)
     several = sequences("several", "a CTA adds up several positions", (1, 1, 1, 4), (kv, kv, kv, kv * 12), heads=(1, 1))
-    assert any(failures(found, spec, [case], 3) for case in (cut, long, rows, many, several))
+    return [cut, long, rows, many, several]
+
+
+def test_without_a_mistake_nothing_is_reported(tmp_path: Path) -> None:
+    """In the small modules, which are no committed ones."""
+    text, spec = small(CAUSAL)
+    assert failures(mistaken(tmp_path, "right", text), spec, cases_of_shares(spec), 3) == ()
 
 
 @pytest.mark.parametrize(("kernel", "place"), [("attention_kernel", 0), ("combine_kernel", 1)])
@@ -328,11 +339,23 @@ def test_mistakes_with_windows_sinks_and_rows_are_reported(mistake: str, tmp_pat
     stem, old, new = OTHER_MISTAKES[mistake]
     text, spec = small(stem)
     assert text.count(old) == 1, f"the module has changed: {old}"
-    found, kv = mistaken(tmp_path, "wrong", text.replace(old, new)), spec.tile.kv
+    found = mistaken(tmp_path, "wrong", text.replace(old, new))
+    assert any(failures(found, spec, [case], 3) for case in cases_of_windows(spec))
+
+
+def cases_of_windows(spec: Forward) -> list[PackedCase]:
+    """Tiles that a window cuts, that all share, and that one CTA has."""
+    kv = spec.tile.kv
     window, cut = (2 * kv - 1, 0), ((1, 6, 1), (kv * 9, kv * 4 + kv // 2 + 1, kv * 5 - kv // 3))
     cases = [
         sequences("narrow", "tiles that a window cuts on both sides", *cut, heads=(6, 2), window=window),
         sequences("wide", "a tile in all shares", (1,), (kv * 12,), heads=(3, 1), window=(-1, -1)),
         sequences("whole", "tiles that one CTA has", (1, 1, 1), (kv, kv, kv), heads=(6, 2), window=window),
     ]
-    assert any(failures(found, spec, [in_layout(spec, case)], 3) for case in cases)
+    return [in_layout(spec, case) for case in cases]
+
+
+@pytest.mark.parametrize("stem", sorted({stem for stem, *_ in OTHER_MISTAKES.values()}))
+def test_without_a_mistake_with_windows_sinks_and_rows_nothing_is_reported(stem: str, tmp_path: Path) -> None:
+    text, spec = small(stem)
+    assert failures(mistaken(tmp_path, "right", text), spec, cases_of_windows(spec), 3) == ()
