@@ -14,6 +14,7 @@ from rendering import CHECKOUT, changed, variants
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.generate.render import render_variant
+from fa3gen.spec.model import Forward
 from fa3gen.verify import packed_inputs, paged_inputs, reference
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
