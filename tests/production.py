@@ -17,7 +17,7 @@ from fa3gen.design.family import Family
 from fa3gen.design.masks import of_call, options_of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward, Spec
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.attention_on_gpu import compare_lse
 from fa3gen.verify.inputs import Case
@@ -59,6 +59,8 @@ class Problem:
         self.module, self.spec, self.window = module, spec, options_of_call(spec.mask)
         batch, seq_q, seq_k, heads_q, heads_kv = shape
         heads_q = inputs.served_heads(heads_q, heads_kv, whole_pack(spec))
+        if isinstance(spec, Forward) and spec.tile.holds_group:  # room for so many heads of a kv head, and no more
+            heads_q = min(heads_q, heads_kv * spec.tile.pack_heads)
         generator = torch.Generator(device).manual_seed(seed)
         dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
 
