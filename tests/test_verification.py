@@ -68,7 +68,7 @@ def session(workspace: Workspace, *, evidence: bool = False, timeout: float = 60
 
 def test_a_committed_file_is_compared_with_its_rendering(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     text = workspace.module_path("a").read_text()
-    monkeypatch.setattr("fa3gen.generate.render.render_variant", lambda variant, workspace: text)
+    monkeypatch.setattr("fa3gen.generate.render.render_variant", lambda variant, workspace, **_: text)
     assert check_render(VARIANTS[0], workspace) == Stage(True)
     workspace.module_path("a").write_text("NAME = 'by hand'\n")
     assert check_render(VARIANTS[0], workspace).detail == (

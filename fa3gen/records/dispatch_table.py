@@ -292,7 +292,7 @@ _Groups = tuple[AtMost | Multiples | None, Collection[int], int]
 def _groups_of_tiles(records: Iterable[PackedRecord], room: int) -> list[_Groups]:
     """Multiples of what a tile of a module may hold, the most first; then one head of its own, and any group.
 
-    Modules that serve some of them serve all that are less than twice as large as `room`.
+    Of multiples, and of any group, a module has to serve all of less than twice as many heads as there is `room` for.
     """
     specs = [result.spec for record in records for result in record.results]
     several = {_heads_in_a_tile(spec) for spec in specs if not _most_heads(spec)} - {1}
