@@ -235,10 +235,10 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 
 
 @functools.cache
-def small(stem: str) -> tuple[str, Forward]:
+def narrow(stem: str) -> tuple[str, Forward]:
     """The module with rows of 64 elements, and its spec: every mistake is compiled, and this is faster."""
-    narrow = {"problem": {"head_dim": 64}, "smem": {"q": "64B", "k": "64B", "v": "64B"}}
-    variant = changed(stem, **narrow)
+    rows = {"problem": {"head_dim": 64}, "smem": {"q": "64B", "k": "64B", "v": "64B"}}
+    variant = changed(stem, **rows)
     assert isinstance(variant.spec, Forward) and rules.check(variant.spec) == []
     return render_variant(variant, CHECKOUT), variant.spec
 
@@ -246,7 +246,7 @@ def small(stem: str) -> tuple[str, Forward]:
 @pytest.mark.parametrize("stem", [STEM, PRODUCTION])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_reported(name: str, stem: str, tmp_path: Path) -> None:
-    (text, spec), (right, wrong, case) = small(stem), MISTAKES[name]
+    (text, spec), (right, wrong, case) = narrow(stem), MISTAKES[name]
     assert right in text
     cases = [each for each in inputs.cpu_cases(spec) if each.name == case]
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
@@ -255,7 +255,7 @@ def test_mistakes_are_reported(name: str, stem: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stem", [STEM, PRODUCTION])
 def test_without_a_mistake_nothing_is_reported(stem: str, tmp_path: Path) -> None:
-    (text, spec), shown_by = small(stem), {case for *_, case in MISTAKES.values()}
+    (text, spec), shown_by = narrow(stem), {case for *_, case in MISTAKES.values()}
     cases = [each for each in inputs.cpu_cases(spec) if each.name in shown_by]
     assert len(cases) == len(shown_by)
     assert reported(mistaken(tmp_path, "right", text), spec, cases) == ()
