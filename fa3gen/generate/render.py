@@ -134,7 +134,7 @@ def render_all(
     `on_disk_is_formatted`: black has formatted what lies there, and need not see again what is still the same.
     """
     with _collector_off():
-        places = [workspace.home_of(variant).module_path(variant.stem) for variant in variants]
+        places = (workspace.home_of(variant).module_path(variant.stem) for variant in variants)
         return [
             render_at(path, variant, workspace, on_disk_is_formatted=on_disk_is_formatted)
             for path, variant in zip(places, variants, strict=True)

@@ -89,7 +89,7 @@ BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # a group that stands for all that were not measured.
 UNEVEN_MIDDLES, ANY_GROUP = (1.3, 3.5, 11.0, 40.0), 5
 FEWER_BANDS = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # edges and middles for calls that are rare
-PROMPT_BANDS = ((UNEVEN[0], UNEVEN_MIDDLES[0]), (None, UNEVEN_MIDDLES[1]))  # and for prompts without short ones
+PROMPT_BANDS = ((UNEVEN[0], UNEVEN_MIDDLES[0]), (None, UNEVEN_MIDDLES[1]))  # and for prompts alone
 # Records of packed sequences that tell of calls between them; fewer are those of single calls.
 ENOUGH = 50
 MOST_GROUP = 16  # query heads of a kv head, as models have them

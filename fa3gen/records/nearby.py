@@ -19,7 +19,7 @@ TILE_OCTAVES, KEY_OCTAVES, GROUP_OCTAVES, UNEVEN_OCTAVES = 0.7, 0.5, 0.2, 1.0
 # The edges of bands of tiles per SM, of which the last has no end, and the keys at which modules are compared. Fewer
 # tiles than the fewest take as long.
 TILES = tuple(2.0**step for step in range(-3, 6))
-MORE_TILES = *TILES, 64.0, 128.0  # for prompts of which none is short: long documents fill a GPU as often
+MORE_TILES = *TILES, 64.0, 128.0  # for prompts alone, of which long documents have so many
 KEYS = tuple(2 ** (step / 2) for step in range(16, 32))
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by. Modules
 # within so much of the best are as good, and those are taken that need the fewest rows.

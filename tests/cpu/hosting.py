@@ -22,6 +22,7 @@ from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design import rules
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.model import Forward, Spec
+from fa3gen.verify import inputs, packed_inputs, paged_inputs
 from fa3gen.verify.on_cpu import verify_on_cpu
 
 # Bytes of a kernel parameter by the type of its `.param` line.
@@ -63,9 +64,20 @@ def small(stem: str, head_dim: int = 64) -> tuple[str, Forward]:
     }
     if spec.accumulate is not None and spec.accumulate.columns is not None:
         parts["accumulate"] = {"columns": 32}
+    return with_fields(stem, **parts)
+
+
+def with_fields(stem: str, **parts: Any) -> tuple[str, Forward]:
+    """A module as `rendering.changed` has its spec, which breaks no rule, and that spec."""
     variant = changed(stem, **parts)
     assert isinstance(variant.spec, Forward) and rules.check(variant.spec) == []
     return render_variant(variant, CHECKOUT), variant.spec
+
+
+def cases_of(spec: Forward, *names: str) -> list[Any]:
+    """Those of these names, as far as there are any, of the cases that a module of its layout is verified on."""
+    of_layout: dict[str, Any] = {"dense": inputs, "packed": packed_inputs, "paged": paged_inputs}
+    return [case for case in of_layout[spec.problem.layout].cpu_cases(spec) if case.name in names]
 
 
 def mistaken(folder: Path, name: str, source: str) -> Any:

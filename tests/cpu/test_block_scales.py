@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module, path_of, reported
+from hosting import cases_of, mistaken, module, path_of, reported, with_fields
 from rendering import CHECKOUT, changed, source
 
 import fa3gen
@@ -237,10 +237,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 @functools.cache
 def narrow(stem: str) -> tuple[str, Forward]:
     """The module with rows of 64 elements, and its spec: every mistake is compiled, and this is faster."""
-    rows = {"problem": {"head_dim": 64}, "smem": {"q": "64B", "k": "64B", "v": "64B"}}
-    variant = changed(stem, **rows)
-    assert isinstance(variant.spec, Forward) and rules.check(variant.spec) == []
-    return render_variant(variant, CHECKOUT), variant.spec
+    return with_fields(stem, problem={"head_dim": 64}, smem={"q": "64B", "k": "64B", "v": "64B"})
 
 
 @pytest.mark.parametrize("stem", [STEM, PRODUCTION])
@@ -248,15 +245,14 @@ def narrow(stem: str) -> tuple[str, Forward]:
 def test_mistakes_are_reported(name: str, stem: str, tmp_path: Path) -> None:
     (text, spec), (right, wrong, case) = narrow(stem), MISTAKES[name]
     assert right in text
-    cases = [each for each in inputs.cpu_cases(spec) if each.name == case]
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert reported(found, spec, cases)
+    assert reported(found, spec, cases_of(spec, case))
 
 
 @pytest.mark.parametrize("stem", [STEM, PRODUCTION])
 def test_without_a_mistake_nothing_is_reported(stem: str, tmp_path: Path) -> None:
     (text, spec), shown_by = narrow(stem), {case for *_, case in MISTAKES.values()}
-    cases = [each for each in inputs.cpu_cases(spec) if each.name in shown_by]
+    cases = cases_of(spec, *shown_by)
     assert len(cases) == len(shown_by)
     assert reported(mistaken(tmp_path, "right", text), spec, cases) == ()
 

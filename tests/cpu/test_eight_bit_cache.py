@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module, path_of, reported, small
+from hosting import cases_of, mistaken, module, path_of, reported, small
 from packed_modules import into_pages, offsets
 from rendering import CHECKOUT, changed, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.generate.render import render_variant
-from fa3gen.spec.model import Forward
-from fa3gen.verify import packed_inputs, paged_inputs, reference
+from fa3gen.verify import reference
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 FEW, MANY = "fwd_packed_kv8_decode_d64_causal", "fwd_packed_kv8_d128_causal"
@@ -100,18 +99,15 @@ MISTAKES = {
 }
 
 
+SHOWING = "shares", "decode", "wrap"  # cases; of single rows one more
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     (text, spec), (right, wrong) = small(FEW), MISTAKES[name]
     assert right in text
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert reported(found, spec, cases_of(spec), schedules=4)
-
-
-def cases_of(spec: Forward) -> list[Any]:
-    """Those that show mistakes."""
-    inputs = paged_inputs if spec.problem.layout == "paged" else packed_inputs
-    return [case for case in inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap", "ragged")]
+    assert reported(found, spec, cases_of(spec, *SHOWING), schedules=4)
 
 
 # Of rows that are gathered one by one: module, what stands there, what should not.
@@ -143,7 +139,7 @@ def test_mistakes_with_single_rows_are_reported(name: str, tmp_path: Path) -> No
     text, spec = small(stem, row_of(stem))
     assert text.count(right) == 1
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert reported(found, spec, cases_of(spec), schedules=4)
+    assert reported(found, spec, cases_of(spec, *SHOWING, "ragged"), schedules=4)
 
 
 def row_of(stem: str) -> int:
@@ -154,4 +150,4 @@ def row_of(stem: str) -> int:
 @pytest.mark.parametrize("stem", [FEW, *sorted({stem for stem, *_ in ROW_MISTAKES.values()})])
 def test_without_a_mistake_nothing_is_reported(stem: str, tmp_path: Path) -> None:
     text, spec = small(stem, row_of(stem))
-    assert reported(mistaken(tmp_path, "right", text), spec, cases_of(spec)) == ()
+    assert reported(mistaken(tmp_path, "right", text), spec, cases_of(spec, *SHOWING, "ragged")) == ()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module, reported, small
+from hosting import cases_of, mistaken, module, reported, small
 from packed_modules import offsets
 from rendering import variants
 
 from fa3gen.run.eight_bits import FACTORS
-from fa3gen.spec.model import CausalMask, Forward
-from fa3gen.verify import packed_inputs, paged_inputs, reference
+from fa3gen.spec.model import CausalMask
+from fa3gen.verify import packed_inputs, reference
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 E4M3 = torch.float8_e4m3fn
@@ -256,23 +256,20 @@ MISTAKES = {
 }
 
 
+SHOWING = "ragged", "decode", "wrap", "shares"  # cases
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     stem, right, wrong = MISTAKES[name]
     text, spec = small(stem)
     assert text.count(right) == 1
     found = mistaken(tmp_path, "wrong", text.replace(right, wrong))
-    assert reported(found, spec, cases_of(spec), schedules=4)
-
-
-def cases_of(spec: Forward) -> list[Any]:
-    """Those that show mistakes."""
-    inputs = paged_inputs if spec.problem.layout == "paged" else packed_inputs
-    return [case for case in inputs.cpu_cases(spec) if case.name in ("ragged", "decode", "wrap", "shares")]
+    assert reported(found, spec, cases_of(spec, *SHOWING), schedules=4)
 
 
 @pytest.mark.parametrize("stem", sorted({stem for stem, *_ in MISTAKES.values()}))
 def test_without_a_mistake_nothing_is_reported(stem: str, tmp_path: Path) -> None:
     """The small modules are no committed ones, which are verified elsewhere."""
     text, spec = small(stem)
-    assert reported(mistaken(tmp_path, "right", text), spec, cases_of(spec)) == ()
+    assert reported(mistaken(tmp_path, "right", text), spec, cases_of(spec, *SHOWING)) == ()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, path_of, small
+from hosting import cases_of, mistaken, path_of, reported, small
 from rendering import CHECKOUT, changed
 
 from fa3gen.cpu.module import load_on_cpu
@@ -72,6 +72,5 @@ def test_a_wrong_window_shows(stem: str, old: str, new: str, shown_by: str, tmp_
 def test_right_windows_show_nothing(stem: str, tmp_path: Path) -> None:
     """In the small modules, which are no committed ones."""
     text, spec = small(stem)
-    runner = CpuRunner(mistaken(tmp_path, "right", text), spec, seed=1, count=1)
-    shown_by = [case for case in cpu_cases(spec) if case.name in ("wide_window", "narrow_window", "ragged")]
-    assert [runner.run_case(case).failures for case in shown_by] == [()] * 3
+    shown_by = cases_of(spec, "wide_window", "narrow_window", "ragged")
+    assert len(shown_by) == 3 and reported(mistaken(tmp_path, "right", text), spec, shown_by) == ()

@@ -6,39 +6,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hosting import mistaken
+from hosting import cases_of, mistaken, reported
 from mutations import Moved
 from mutations_packed import PACKED, STEM, PackedMutation
 from mutations_paged import BOXES, PAGED, ROWS
-
-from fa3gen.spec.model import Forward
-from fa3gen.verify import packed_inputs, paged_inputs
-from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
 
 @pytest.mark.parametrize("mutation", [*PACKED, *PAGED], ids=lambda mutation: mutation.name)
 def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
     _, spec = mutation.base
-    failures = said_of(mutation.apply(), spec, mutation.case, tmp_path)
+    (case,) = cases_of(spec, mutation.case)
+    failures = reported(mistaken(tmp_path, mutation.stem, mutation.apply()), spec, [case])
     assert any(report in failure for failure in failures for report in mutation.reports), failures
-
-
-def said_of(source: str, spec: Forward, name: str, folder: Path) -> tuple[str, ...]:
-    """What goes wrong in the case of this name."""
-    paged = spec.problem.layout == "paged"
-    cases = paged_inputs.cpu_cases(spec) if paged else packed_inputs.cpu_cases(spec)
-    (case,) = (case for case in cases if case.name == name)
-    runner = CpuPagedRunner if paged else CpuPackedRunner
-    return runner(mistaken(folder, "mutated", source), spec, seed=1, count=1).run_case(case).failures
 
 
 @pytest.mark.parametrize("stem", sorted({mutation.stem for mutation in (*PACKED, *PAGED)}))
 def test_without_a_mutation_nothing_is_reported(stem: str, tmp_path: Path) -> None:
     """Of small modules; committed ones are verified elsewhere."""
     own = [mutation for mutation in (*PACKED, *PAGED) if mutation.stem == stem and mutation.head_dim is not None]
-    assert own
-    for name in dict.fromkeys(mutation.case for mutation in own):
-        assert said_of(*own[0].base, name, tmp_path) == ()
+    text, spec = own[0].base
+    names = {mutation.case for mutation in own}
+    cases = cases_of(spec, *names)
+    assert len(cases) == len(names) and reported(mistaken(tmp_path, stem, text), spec, cases) == ()
 
 
 def test_there_are_mutations_of_every_kind() -> None:
