@@ -157,6 +157,7 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler_single_tile_to_static": ("k6_d128", {"scheduler": "static", "outputs": {"o": "own_buffer"}}),
     "scheduler_static_to_dynamic": ("fwd_d128_static", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
     "order_by_sequence_to_by_head": ("fwd_packed_pack4_d128_causal", {"order": "by_head"}),
+    "order_woven_to_by_sequence": ("fwd_packed_woven_d128_causal", {"order": "by_sequence"}),
     "group_multiple_to_any": ("fwd_packed_mixed_d128_causal", {"tile": {"group": "any"}, "outputs": {"o": "direct"}}),
     "scheduler_static_to_stream_k": ("fwd_d128_static", {"scheduler": "stream_k"}),
     "exp_before_wait_null_to_16_single_tile": ("k5_d128", {"softmax": {"exp_before_wait": 16}}),

@@ -205,6 +205,7 @@ class Fake:
     min, max = staticmethod(min), staticmethod(max)
     jit = staticmethod(lambda function: function)
     ceil_div = staticmethod(lambda a, b: -(-a // b))
+    range = staticmethod(lambda *bounds, unroll: range(*bounds))
     size = staticmethod(lambda x, mode: rendering.extent(x.shape[mode[0]]))
 
     def __init__(self) -> None:
@@ -264,20 +265,30 @@ def found_by_warp(
     lengths = (begins[0], [], [seq_k for _, seq_k in sequences], begins[0][-1], 10**9)
     lengths = lengths if paged else (*begins, [], [], begins[0][-1], begins[1][-1])  # type: ignore[assignment]
     given = (*lengths, *told)
-    look, of_lane["sum_up_to_lane"] = of_lane["look_at"], lambda tiles: 0
+    look = of_lane["look_at"]
 
-    def look_at(first: int, before: int, _: Any) -> tuple[Any, ...]:
+    def of_lanes(function: Any, *arguments: Any) -> list[Any]:
         seen = []
         for warp.lane in range(32):
-            seen.append(look(first, before, given)[2:-1])
+            seen.append(function(*arguments, given))
+        return seen
+
+    def look_at(first: int, before: int, *kind_and_given: Any) -> tuple[Any, ...]:
+        seen = [lane[2:-1] for lane in of_lanes(look, first, before, *kind_and_given[:-1])]
         columns = [Lanes(column) for column in zip(*seen, strict=True)]
         return first, before, *columns, Lanes(itertools.accumulate(columns[-1]))
 
+    of_lane["sum_up_to_lane"] = lambda tiles: tiles
+    totals: list[int] = []
+    if woven := spec.order == "woven":  # each lane counts those of its sequences
+        totals = [sum(lanes) for lanes in zip(*of_lanes(of_lane["count_tiles"]), strict=True)]
     of_lane["look_at"] = look_at
-    group = look_at(0, 0, given)
-    group = (0, *group) if spec.order == "by_head" else group
+    groups = [look_at(0, 0, *kind, given) for kind in ([(0,), (1,)] if woven else [()])]
+    groups = [(0, *groups[0])] if spec.order == "by_head" else groups
     for number in itertools.count():
-        (m_block, head, head_kv, sequence, *_), group, count = of_lane["find_tile"](number, group, given)
+        of_call = [totals, given] if woven else [given]
+        (m_block, head, head_kv, sequence, *_), *groups = of_lane["find_tile"](number, *groups, *of_call)
+        count = sum(totals) if woven else groups.pop()
         if m_block < 0:
             assert count == number
             return
@@ -286,7 +297,7 @@ def found_by_warp(
 
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
 DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys", "seen_before", "packings_of", "room_log2")
-DIVISION += ("pack_log2_of", "tiles_of")
+DIVISION += ("pack_log2_of", "tiles_of", "count_tiles", "several_before", "search")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -344,7 +355,11 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         return KeyTiles(work.n_begin, work.n_end, *full, first_key, len(own) * (work.n_end - work.n_begin) - visited)
     full_end = seq_k // spec.tile.kv if unmasked else work.n_full_end
     full_begin = work.n_full_begin if isinstance(spec.mask, WindowMask) else 0
-    return KeyTiles(work.n_begin, work.n_end, full_begin, full_end, first_key)
+    unseen = 0
+    if footprint.skips_absent(spec):  # all but one, by each consumer whose first row is behind the sequence's last
+        firsts = range(block * spec.tile.q, (block + 1) * spec.tile.q, 64)
+        unseen = sum(row >= seq_q * spec.tile.pack_heads for row in firsts) * (work.n_end - work.n_begin - 1)
+    return KeyTiles(work.n_begin, work.n_end, full_begin, full_end, first_key, unseen)
 
 
 def tiled_stems() -> list[str]:
@@ -429,7 +444,7 @@ def check_sequences(place_in_sequence: Any, spec: Spec, heads: int) -> None:
 
 
 def test_a_warp_finds_tiles_in_this_order() -> None:
-    """More sequences than lanes, some of them without queries; head after head, or all heads of a sequence."""
+    """More sequences than lanes, some of them without queries; head after head, all heads of a sequence, or woven."""
     draw, ways = random.Random(0), set()
     for stem in tiled_stems():
         spec = spec_of(stem)
@@ -448,7 +463,7 @@ def test_a_warp_finds_tiles_in_this_order() -> None:
                 told = (group if of_any else 3, 3)
                 assert list(found_by_warp(stem, spec, sequences, told)) == wanted, (stem, group)
         ways.add((spec.order, spec.tile.group))
-    assert ways == {("by_sequence", "multiple"), ("by_head", "multiple"), ("by_head", "any")}
+    assert ways == {("by_sequence", "multiple"), ("by_head", "multiple"), ("by_head", "any"), ("woven", "multiple")}
 
 
 def place_of(number: int, packs: int, group: int, pack: int) -> tuple[int, int]:
@@ -536,7 +551,7 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
             for group in (1, 4, 16) if spec.tile.group == "fitted" else (1,):
                 check_line(division_of(stem, Fake())["place_in_sequence"], spec, heads, group)
             continue
-        if spec.order == "by_head":  # the next test has those
+        if spec.order != "by_sequence":  # the next test has those
             continue
         if spec.problem.layout != "dense":
             check_sequences(division_of(stem, Fake())["place_in_sequence"], spec, heads)

@@ -884,15 +884,32 @@ def test_rules_of_packed_shares_are_applied() -> None:
     assert "scheduler" in sunk
 
 
-def test_order_by_head() -> None:
-    legal = [("by_sequence", "dense", "static"), ("by_head", "packed", "dynamic"), ("by_head", "paged", "dynamic")]
-    assert [schedules.order_by_head(*asked) for asked in legal] == [None] * 3
-    for layout, scheduler in (("dense", "dynamic"), ("packed", "even")):
-        assert schedules.order_by_head("by_head", layout, scheduler) == Violation(
+def test_order_of_packed() -> None:
+    legal = [("by_sequence", "dense", "static"), ("by_head", "packed", "dynamic"), ("woven", "paged", "dynamic")]
+    assert [schedules.order_of_packed(*asked) for asked in legal] == [None] * 3
+    for order, layout, scheduler in (("by_head", "dense", "dynamic"), ("woven", "packed", "even")):
+        assert schedules.order_of_packed(order, layout, scheduler) == Violation(
             "order",
-            "by_head is rendered for packed sequences and pages with scheduler dynamic, not for layout "
+            f"{order} is rendered for packed sequences and pages with scheduler dynamic, not for layout "
             f"{layout} with {scheduler}; use by_sequence, or layout packed with scheduler dynamic",
         )
+
+
+def test_order_woven() -> None:
+    """Any schedule, mask and group has the other orders; of warpgroups without rows nobody waits for a turn."""
+    assert schedules.order_woven("woven", "warp_specialized", "causal", "multiple", bare=True) is None
+    assert schedules.order_woven("by_head", "ping_pong", "none", "any", bare=False) is None
+    words = (
+        "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple, of 16 bits, with one "
+        "level of sums; use these, or by_head"
+    )
+    for kind, mask, group, bare in (
+        ("ping_pong", "causal", "multiple", True),
+        ("warp_specialized", "none", "multiple", True),
+        ("warp_specialized", "causal", "any", True),
+        ("warp_specialized", "causal", "multiple", False),
+    ):
+        assert schedules.order_woven("woven", kind, mask, group, bare=bare) == Violation("order", words)
 
 
 def test_packed_overlap() -> None:

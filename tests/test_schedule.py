@@ -63,7 +63,7 @@ CALLS = {
     "skip_turns": ("skip_turns", ""),
 }
 # Whose calls are no steps of their own.
-WHOLE = ("make_barriers", "mask_scores", "transpose_tile", "drop", "skip_turns")
+WHOLE = ("make_barriers", "mask_scores", "transpose_tile", "drop", "let_go", "skip_turns")
 COPIES = {
     "tma_O": ("store", "O"),
     "copy_O": ("gather", "O"),
@@ -214,6 +214,8 @@ class Reader:
             yield CALLS[function]
         elif function == "drop":
             yield "drop", first.removesuffix("_ring")
+        elif function == "let_go":  # of both rings
+            yield from (("drop", ast.unparse(ring).removesuffix("_ring")) for ring in call.args[:2])
         elif function == "warpgroup.wait_group":
             yield "wait_products", first
         elif function == "cute.arch.mbarrier_wait":

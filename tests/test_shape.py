@@ -208,7 +208,8 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         lambda plan: plan.problem.packed_sequences,
     ),
     **dict.fromkeys(["find_work", "piece_of_share"], lambda plan: plan.scheduler.packed_shares),
-    "place_in_sequence": lambda plan: plan.problem.packed_sequences and not plan.scheduler.by_head,
+    "place_in_sequence": lambda plan: plan.problem.packed_sequences
+    and not (plan.scheduler.by_head or plan.scheduler.woven),
     "find_tile": lambda plan: plan.problem.packed_sequences and plan.scheduler.kind == "dynamic",
     **dict.fromkeys(["find_step", "steps_of_all", "steps_of"], lambda plan: plan.scheduler.kind == "even"),
     **dict.fromkeys(
@@ -294,6 +295,8 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     ),
     "in_order_of_columns": lambda plan: plan.eight_bit is not None and plan.output.place == "direct",
     **dict.fromkeys(["Keys", "own_keys", "drop", "skip_turns"], lambda plan: plan.mask.by_consumer),
+    "let_go": lambda plan: plan.mask.skips_absent,
+    **dict.fromkeys(["search", "several_before", "count_tiles"], lambda plan: plan.scheduler.woven),
     "lines_of": lambda plan: plan.scheduler.kind == "even",
     "store_f32": lambda plan: plan.scheduler.split and not plan.by_warps,
     "combine_kernel": lambda plan: plan.scheduler.split,
@@ -533,6 +536,7 @@ def test_many_arguments_have_names() -> None:
     }
     positional |= {"softmax_step", "store_lse", "combine_kernel", "packed_rows_of"}
     positional |= {"load_q", "count_pieces", "add_up_share"}
+    positional |= {"find_tile", "let_go"}  # whose arguments have the names of their parameters, but for the number
     positional |= {
         "cpasync.tma_partition",
         "store_output",
@@ -621,6 +625,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "next_work": {4: "coordinates of a tile"},
     "load_q_and_k": {3: "tiles of keys from the end: two are on their way"},
     "draw_work": {3: "place of a coordinate"},
+    "several_before": {8: "eighths"},
+    "count_tiles": {4: "lengths that each lane has on their way"},
     "consume": {3: "maximum, sum and factor of a row", 4: "ldmatrix x4", 5: "these, of a part and of all"},
     "store_sums": {4: "lanes of a quad", 8: "rows of half a warp's", 32: "threads of a warp"},
     "smem_layouts": {3: "mode"},
@@ -695,6 +701,7 @@ PERSISTENT = rf"{OF_SMS}|num_ctas|work\.number"
 TOLD = r"TILE_SLOTS|tile_ring"
 DYNAMIC = r"\bcounter\b|draw|slot_after|KEYS_IN_L2|atomic"
 EVEN = r"STEPS_OF_SHARE|SHARE_WORDS|MOST_STEPS|find_step|steps_of_all|cut_head|evenly|equal shares of all"
+WOVEN = r"several_before|count_tiles|SPREAD_EIGHTHS|let_go"
 STATIC = r"dealt_work"
 STREAM_K_ALONE = r"STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
 STREAM_K = r"(?<!one )\b[pP]arts?\b|PART|" + STREAM_K_ALONE
@@ -768,6 +775,10 @@ def foreign_words(stem: str) -> str:
     words += [TOLD] * (not plan.scheduler.tile_ring)
     if plan.scheduler.split or plan.softmax.restarts:
         schedulers["stream_k"] = STREAM_K_ALONE  # parts of the keys are another thing
+    if plan.scheduler.woven:
+        schedulers["even"] = EVEN.replace("evenly|", "")  # some tiles come evenly between others
+    else:
+        words += [WOVEN]
     kinds = {plan.scheduler.kind, *["dynamic"] * plan.scheduler.packed_shares}  # its tiles are drawn
     words += [pattern for kind, pattern in schedulers.items() if kind not in kinds]
     words += [SPLIT] * (not plan.scheduler.split and not plan.softmax.restarts)
@@ -924,6 +935,7 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "c1_4d_folded": ["stride_d", "spans"],
         "c1": ["BOXES"],
         "fwd_decode_d128": ["HEAD_DIM", r"\bscale\b", "COMBINE_WARPS", "warp_idx"],
+        "fwd_packed_woven_d128_causal": WOVEN.split("|"),
     }
     assert {
         stem: lost for stem, words in samples.items() if (lost := [w for w in words if not re.search(w, source(stem))])

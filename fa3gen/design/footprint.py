@@ -369,6 +369,16 @@ def own_keys(spec: Forward) -> bool:
     return fits and whole and spec.scheduler == "dynamic"
 
 
+def skips_absent(spec: Forward) -> bool:
+    """Whether a consumer none of whose rows a sequence has gives K and V back unread.
+
+    A decoding step has one query: with the heads of its group rows of one consumer. The others would multiply as much
+    for nothing, and the softmax of what nobody stores takes time that the first one's copies wait for
+    (docs/performance.md). The first and the last product of a tile, which are outside of the loop over keys, stay.
+    """
+    return spec.order == "woven" and (spec.tile.warpgroups or 0) > 1
+
+
 def threads(spec: Forward) -> int:
     """Threads per CTA, those of the producer warpgroup among them, and of those that convert or transpose."""
     preparing = converting_warpgroups(spec) + transposing_warpgroups(spec)
@@ -426,7 +436,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
             return GATHERING_BESIDE_BUDGETS[consumers]
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
-    searches = spec.scheduler == "even" or spec.order == "by_head"
+    searches = spec.scheduler == "even" or spec.order != "by_sequence"
     producer = FINDING_PRODUCER_REGISTERS if searches else SHARED_PRODUCER_REGISTERS
     return producer, (pool - producer) // consumers // unit * unit
 

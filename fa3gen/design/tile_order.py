@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,10 @@ SHORT_KEYS, WAVE_SMS = 1024, H200.sms
 PARTS, STEPS_SAVED = 8, 4
 # Of packed sequences it is shared if its longest tile has at most so many halves of their mean length.
 LONGEST_HALVES = 3
+# Tiles of sequences that have several for each head come between so many eighths of the others: with all of them a
+# prompt's tiles are still at work when nothing else is left, with fewer the last part of a launch has none
+# (docs/performance.md).
+SPREAD_EIGHTHS = 7
 
 
 class Taken(NamedTuple):
@@ -107,6 +112,9 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     if isinstance(shape, Shape) and not footprint.packed_sequences(spec):
         yield from _of_batch(spec, shape.seq_q, shape.seq_k, head_tiles(spec, shape), shape.batch)
         return
+    if spec.order == "woven":
+        yield from _woven(spec, shape)
+        return
     before, one_by_one = 0, spec.order == "by_head"
     for first in range(head_tiles(spec, shape) if one_by_one else 1):
         for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
@@ -115,6 +123,24 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
             for entry in _of_batch(own, seq_q, seq_k, together, 1):
                 yield Taken(before + entry.number, entry.m_block, first + entry.head, sequence)
             before += -(-seq_q // positions(own)) * together
+
+
+def _woven(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
+    """Those of sequences that have several for each head, evenly between those of sequences that have one."""
+    heads = range(head_tiles(spec, shape))
+    blocks = [-(-seq_q // positions(spec)) for seq_q, _ in shape.sequences]
+    single = [(0, head, sequence) for sequence, count in enumerate(blocks) if count == 1 for head in heads]
+    several = [
+        (block, head, sequence)
+        for sequence, count in enumerate(blocks)
+        if count > 1
+        for head in heads
+        for block in reversed(range(count))
+    ]
+    between = max(len(several) + len(single) // 8 * SPREAD_EIGHTHS, 1)
+    before = [min(-(-number * len(several) // between), len(several)) for number in range(len(single + several) + 1)]
+    for number, (ours, next_ones) in enumerate(itertools.pairwise(before)):
+        yield Taken(number, *(several[ours] if next_ones > ours else single[number - ours]))
 
 
 def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:

@@ -401,6 +401,10 @@ def key_tiles(spec: Forward, lengths: Lengths, m_block: int, window: Window | No
         return KeyTiles(start // kv, -(-end // kv), full_start, full_end, first_key)
 
     whole = of_rows(0, positions)
+    if footprint.skips_absent(spec):
+        own_positions = positions * hopper.WGMMA_M // spec.tile.q
+        absent = sum(m_block * positions + begin >= seq_q for begin in range(0, positions, own_positions))
+        return replace(whole, unseen=absent * max(whole.visited - 1, 0))
     if not footprint.own_keys(spec):
         return whole
     own = (of_rows(begin, hopper.WGMMA_M) for begin in range(0, positions, hopper.WGMMA_M))

@@ -453,8 +453,9 @@ def _tiles_sentence(spec: Forward) -> str:
         return f"a CTA per tile, placed by the grid{order}{shared}"
     if spec.scheduler == "dynamic":
         if footprint.packed_sequences(spec):
-            by_head = ", head after head" * (spec.order == "by_head")
-            return f"{_ctas(spec)}; each draws its next tile from a counter{by_head}, and a warp looks where that lies"
+            drawn = {"by_head": " from a counter, head after head", "woven": ", a prompt's between steps'"}
+            order = drawn.get(spec.order, " from a counter")
+            return f"{_ctas(spec)}; each draws its next tile{order}, and a warp looks where that lies"
         return f"{_ctas(spec)}; each draws its next tile from a counter: longest first, a few heads at a time"
     if splits.whole_parts(spec):
         return f"{_ctas(spec)}; each has its share of all parts, of one tile of queries after the other"

@@ -122,7 +122,8 @@ class TilePlan:
     sequence has, one of `packs`; `pack` is what the module calls that, `pack_words` are those that say it of a tile
     (others fill up a vector), `rows_of_part` says which rows of a part exist, `adding_warp` which of the `adding_warps`
     adds up a share of a row's parts, `cut_short` bounds the tiles of a kv head that sequences cut short, and positions
-    of a tile are `positions`, `work_positions` where a work item is known, and `most_positions` at most.
+    of a tile are `positions`, `work_positions` where a work item is known, and `most_positions` at most; those of a
+    consumer's rows are `consumer_positions`.
     `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
@@ -155,6 +156,7 @@ class TilePlan:
     rows: str
     positions: str
     work_positions: str
+    consumer_positions: str
     rows_of_part: str
     most_positions: str
     head_tiles: str
@@ -175,8 +177,9 @@ class MaskPlan:
     `full_tiles`: where the tiles of keys without an edge of the mask lie among those that a tile of queries visits:
     all but the first visited, which may reach past the end of the keys; before or between those with an edge; or none,
     because the window is too narrow. `both_edges`: whether a tile may hold the left and the right edge of a window.
-    `by_consumer`: whether each consumer visits only the tiles of keys that its own rows see. `rows`: of how many rows,
-    or positions of packed heads, a range of tiles is asked for.
+    `by_consumer`: whether each consumer visits only the tiles of keys that its own rows see. `skips_absent`: whether
+    one whose rows a sequence does not have multiplies none but the first and the last of them. `rows`: of how many
+    rows, or positions of packed heads, a range of tiles is asked for.
     """
 
     kind: str
@@ -186,6 +189,7 @@ class MaskPlan:
     both_edges: bool
     given: bool = False
     by_consumer: bool = False
+    skips_absent: bool = False
     rows: str = "TILE_M"
 
     @property
@@ -521,7 +525,8 @@ class SchedulerPlan:
     `waves_when_short`, of up to `short_keys` keys, as a wave of tiles has on `wave_sms` SMs; other warps
     are told where a tile lies (`passes_coordinates`) or its number, `told` warps beside the consumers' among them.
     `key_bytes` are those of a key in memory, as the module counts them.
-    `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
+    `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first; `woven`: those
+    of sequences that have several come between `spread_eighths` eighths of the others. even has all
     steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
     least, or (not 0) of `keys_of_part` keys. Shares of even stand in `most_lines` lines at most.
     `packed_shares`: stream_k of packed sequences, whose tiles and then shares are drawn, the latter where the longest
@@ -546,6 +551,8 @@ class SchedulerPlan:
     share_words: int = 0
     most_lines: int = splits.MOST_LINES
     by_head: bool = False
+    woven: bool = False
+    spread_eighths: int = tile_order.SPREAD_EIGHTHS
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
@@ -935,6 +942,7 @@ def _tile(spec: Forward) -> TilePlan:
         rows="PACKED_M" if packed else "TILE_M",
         positions=positions,
         work_positions=positions.replace("pack_log2", "work.pack_log2"),
+        consumer_positions="(WGMMA_M // PACK_HEADS)" if spec.tile.pack_heads > 1 else "WGMMA_M",
         rows_of_part="rows, work.pack_log2" if fitted else "rows",
         most_positions="TILE_M >> apart" if fitted else "POSITIONS",
         head_tiles=_head_tiles(spec),
@@ -974,7 +982,7 @@ def _k_begin(spec: Forward) -> str:
 def _mask(spec: Forward) -> MaskPlan:
     own = footprint.own_keys(spec)
     rows = "rows" if own else _positions(spec)
-    return replace(_edges(spec), by_consumer=own, rows=rows)
+    return replace(_edges(spec), by_consumer=own, skips_absent=footprint.skips_absent(spec), rows=rows)
 
 
 def _edges(spec: Forward) -> MaskPlan:
@@ -1012,6 +1020,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         f"{1 + (footprint.packed_sequences(spec) and not footprint.loads_together(spec))}{preparing}",
         f"(HEAD_DIM + {v_dim})" if spec.kv_element.bytes == 1 else f"((HEAD_DIM + {v_dim}) * 2)",
         by_head=spec.order == "by_head",
+        woven=spec.order == "woven",
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
         num_shares="num_ctas" if spec.tile.ctas_per_sm > 1 else "num_sms",

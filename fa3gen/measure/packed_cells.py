@@ -270,13 +270,13 @@ def cells(
             able = _able(variants, heads)
             whole = [variant for variant in able if variant.spec.split is None]
             served = [*whole, *filter(_for_chunks, able)]
-            for name, lengths in MIXED_LENGTHS.items() if any(map(_by_head, whole)) else ():
+            for name, lengths in MIXED_LENGTHS.items() if any(map(_for_mixed, whole)) else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
         for heads in CHUNK_HEADS[family.head_dim]:
             able = _able(variants, heads)
             whole = [variant for variant in able if variant.spec.split is None]
             large = [variant for variant in able if _for_chunks(variant)]
-            several, in_any_order = ([each for each in found if not _by_head(each)] for found in (able, whole))
+            several, in_any_order = ([each for each in found if not _for_mixed(each)] for found in (able, whole))
             chunks, steps = (_in_turn(lists, family, heads) for lists in _drawn_lists(family))
             few_keys = [name for name, (_, keys) in chunks.items() if max(keys) <= FEW_KEYS]
             short = {name: chunks.pop(name) for name in few_keys}
@@ -294,7 +294,7 @@ def cells(
         windows_alone = given_with_calls(family.mask) and not family.keywords
         yield from _prompts_with_windows(family, variants) if windows_alone else ()
         for heads in HEADS[family.head_dim]:
-            able = [variant for variant in _able(variants, heads) if not (_by_head(variant) or _for_chunks(variant))]
+            able = [variant for variant in _able(variants, heads) if not (_for_mixed(variant) or _for_chunks(variant))]
             whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family) if whole and plain else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
@@ -333,13 +333,19 @@ def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int])
 
 
 def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[Variant[Forward]]:
-    """Those whose tiles can hold the query heads of each kv head."""
-    return [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
+    """Those whose tiles can hold the query heads of each kv head.
+
+    Of a group that several tiles hold each reads the keys of a step again, which a module made for steps beside prompts
+    has not to be measured for.
+    """
+    group = heads[0] // heads[1]
+    held = [variant for variant in variants if takes_group(variant.spec, group)]
+    return [each for each in held if each.spec.order != "woven" or each.spec.tile.pack_heads == group]
 
 
-def _by_head(variant: Variant[Forward]) -> bool:
-    """Whether it takes head after head."""
-    return variant.spec.order == "by_head"
+def _for_mixed(variant: Variant[Forward]) -> bool:
+    """Whether its order is for prompts beside steps: head after head, or those between these."""
+    return variant.spec.order != "by_sequence"
 
 
 def _for_chunks(variant: Variant[Forward]) -> bool:

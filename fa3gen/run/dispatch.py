@@ -640,14 +640,14 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     Tiles that hold several heads hold such of one group. Modules that are compiled for the window come before those
     that are for any, and those that split keys, which are made for few queries, come last where there are many, or
     where none is of the production set; of several of that set they come first where there are few. Modules that take
-    head after head are taken where there is no other. A call that asks
+    prompts between steps are taken where there is no other. A call that asks
     for parts has the one with the smallest tiles of keys, of which parts are whole numbers. Of modules of 8 bits
     outside of the production set those are passed over that leave it to the tensor core to add up P V of all keys,
     where threads could do it in float32.
     """
     modules = [(variant, file) for variant, file in _modules(workspace) if _sums_in_float32(variant, family)]
     able = _able(modules, family, size, lse)
-    able = {stem: found for stem, found in able.items() if found[0].spec.order != "by_head"} or able
+    able = {stem: found for stem, found in able.items() if found[0].spec.order == "by_sequence"} or able
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
     fitting = whole if whole and (size.queries > FEW_QUERIES or not _production(able)) else able
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
@@ -723,7 +723,7 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
     def rank(stem: str) -> tuple[Any, ...]:
         spec = able[stem][0].spec
         fit = not _is_production(stem), spec.mask != family.mask, -(page_rows(spec) or 0)
-        return *fit, spec.order == "by_head", -spec.tile.pack_heads, -spec.tile.q, stem
+        return *fit, spec.order != "by_sequence", -spec.tile.pack_heads, -spec.tile.q, stem
 
     whole = [stem for stem, (variant, _) in able.items() if variant.spec.split is None]
     if not whole:

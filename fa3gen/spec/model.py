@@ -411,11 +411,13 @@ class Forward(SpecModel):
         "wave's steps (`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`). Of packed sequences "
         "`stream_k` draws tiles as `dynamic` does, and shares of the last wave where its tiles are about equally long.",
     )
-    order: Literal["by_sequence", "by_head"] = Field(
+    order: Literal["by_sequence", "by_head", "woven"] = Field(
         default="by_sequence",
         description="Of packed sequences with scheduler dynamic. `by_sequence`: a sequence's tiles of all heads, then "
         "the next sequence's; `by_head`: all sequences' tiles of one head, then the next head's, so that the tiles of "
-        "a prompt, which the tensor cores bound, run beside those of decoding steps, which memory bounds.",
+        "a prompt, which the tensor cores bound, run beside those of decoding steps, which memory bounds; `woven`: "
+        "those of sequences that have several for each head come evenly between those of sequences that have one, "
+        "wherever the list has them, and a warpgroup whose rows a sequence does not have lets its keys go.",
     )
     split: Split | None = Field(default=None, description="Left out: a CTA visits all keys of its tile of queries.")
     softmax: Softmax = Softmax()

@@ -259,7 +259,9 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.packed_overlap.ask(spec.problem.layout, overlap)
     yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
-    yield schedules.order_by_head.ask(spec.order, spec.problem.layout, spec.scheduler)
+    yield schedules.order_of_packed.ask(spec.order, spec.problem.layout, spec.scheduler)
+    bare = not footprint.eight_bits(spec) and not footprint.converts(spec) and spec.softmax.restart_every is None
+    yield schedules.order_woven.ask(spec.order, spec.schedule.kind, spec.mask.kind, spec.tile.group, bare=bare)
     yield splits.even_shares.ask(spec.scheduler, spec.split is not None)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind, spec.problem.layout)
     if footprint.shares_packed(spec) and spec.problem.layout == "packed":

@@ -191,14 +191,26 @@ def packed_shares(field: str, value: object, values: Sequence[object]) -> Violat
 
 
 @rule(kind=GENERATOR, topic="q order")
-def order_by_head(order: str, layout: str, scheduler: str) -> Violation | None:
-    """Heads may come one after the other where a warp looks through sequences for the tile of a number drawn."""
+def order_of_packed(order: str, layout: str, scheduler: str) -> Violation | None:
+    """Tiles may come in another order where a warp looks through sequences for the tile of a number drawn."""
     if order == "by_sequence" or (layout != "dense" and scheduler == "dynamic"):
         return None
     return Violation(
         "order",
-        f"by_head is rendered for packed sequences and pages with scheduler dynamic, not for layout {layout} with "
+        f"{order} is rendered for packed sequences and pages with scheduler dynamic, not for layout {layout} with "
         f"{scheduler}; use by_sequence, or layout packed with scheduler dynamic",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def order_woven(order: str, kind: str, mask: str, group: str, *, bare: bool) -> Violation | None:
+    """Rows that a sequence lacks are left out where the loops over keys end at a diagonal, and no one's turn is due."""
+    if order != "woven" or ((kind, mask, group) == ("warp_specialized", "causal", "multiple") and bare):
+        return None
+    return Violation(
+        "order",
+        "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple, of 16 bits, with one "
+        "level of sums; use these, or by_head",
     )
 
 

@@ -27,7 +27,7 @@ Kind = Literal[
     "sync",  # a barrier of several warps
     "wait_turn",
     "pass_turn",
-    "drop",  # give stages of a ring back unread, whose keys only rows of other warpgroups see
+    "drop",  # give stages of a ring back unread, whose keys none of this warpgroup's rows sees
     "skip_turns",  # pass on the turns of these tiles of keys
     "product",  # issue S = Q K^T, O += P V or D += A B, one group; on scalars, compute it
     "wait_products",  # wait until no more than so many groups are in flight

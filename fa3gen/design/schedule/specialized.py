@@ -340,6 +340,9 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     if footprint.block_scales(spec):
         yield _consumers("step", "read_scale", note="k_descale of the next step")
         yield _consumers("step", "read_scale", note="v_descale of this step, from global memory")
+    if footprint.skips_absent(spec):
+        yield _consumers("end", "drop", on="k", note="all but the first, by a warpgroup without rows")
+        yield _consumers("end", "drop", on="v", note="and all but the last")
     if left := own and given_with_calls(spec.mask):
         yield _consumers("end", "drop", on="k")
         yield _consumers("end", "skip_turns", note=_UNSEEN)

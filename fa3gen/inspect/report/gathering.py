@@ -159,7 +159,7 @@ def _shapes(spec: Forward) -> list[tuple[str, Shape | PackedShape]]:
     if not footprint.packed_sequences(spec):
         return [("", Shape(max(1, TOKENS // length), length, length, *heads)) for length in SEQ_LENS]
     lists = PAGED_LENGTHS if footprint.paged(spec) else PACKED_LENGTHS
-    lists = DECODING_LENGTHS if spec.split is not None else MIXED_LENGTHS if spec.order == "by_head" else lists
+    lists = DECODING_LENGTHS if spec.split is not None else MIXED_LENGTHS if spec.order != "by_sequence" else lists
     if spec.split is not None and spec.tile.q > hopper.MMA_M:
         lists = DRAFT_LENGTHS | CHUNK_LENGTHS
     return [(name, call_of_lengths(spec, *lengths, heads=heads)) for name, lengths in lists.items()]
