@@ -471,11 +471,12 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     placed = plan.scheduler.kind == "grid"
     assert calls.count("k_ring.sync_object_empty.wait") == (not released and not placed)
     overlap, flattened = plan.schedule.overlap, plan.schedule.flattened
+    lets_go = plan.mask.skips_absent  # of both, one loop more
     assert flattened == (plan.load.q_stages > 1 and plan.scheduler.persistent and overlap)
     for ring, waits, releases in (
         ("q", (1 + flattened) * released, int(released)),
-        ("k", 1 + overlap + flattened, 1 + overlap + flattened),
-        ("v", *([1, 1] if transposes(plan) else [1 + overlap] * 2)),
+        ("k", *[1 + overlap + flattened + lets_go] * 2),
+        ("v", *([1, 1] if transposes(plan) else [1 + overlap + lets_go] * 2)),
         ("vt", (1 + overlap) * transposes(plan), 0),
     ):
         assert calls.count(f"{ring}_ring.consumer_wait") == waits

@@ -171,7 +171,7 @@ def check_order(tiles: list[tuple[int, int]], blocks: int, keys: int | None, seq
         assert all(before[0] >= after[0] for before, after in pairwise(section))
 
 
-@pytest.mark.parametrize("stem", [stem for stem in DRAWN if not plans()[stem].scheduler.by_head])
+@pytest.mark.parametrize("stem", [stem for stem in DRAWN if variants()[stem].spec.order == "by_sequence"])
 def test_keys_in_l2(stem: str) -> None:
     """Those whose K and V, 2 bytes an element, or 1 where they have 8 bits in memory, take 32 MB."""
     problem, element = plans()[stem].problem, variants()[stem].spec.kv_element.bytes
