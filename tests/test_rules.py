@@ -901,7 +901,7 @@ def test_order_woven() -> None:
     assert schedules.order_woven("by_head", "ping_pong", "none", "any", bare=False) is None
     words = (
         "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple, of 16 bits, with one "
-        "level of sums; use these, or by_head"
+        "level of sums and softmax.row_max: online; use these, or by_head"
     )
     for kind, mask, group, bare in (
         ("ping_pong", "causal", "multiple", True),
@@ -910,6 +910,19 @@ def test_order_woven() -> None:
         ("warp_specialized", "causal", "multiple", False),
     ):
         assert schedules.order_woven("woven", kind, mask, group, bare=bare) == Violation("order", words)
+
+
+def test_order_woven_is_applied() -> None:
+    """What its loops over keys lack: the shift of scores from a first maximum, sums anew, turns, and 8 bits."""
+    woven = variants()["fwd_packed_woven_d128_causal"].spec.model_dump()
+    assert violations(woven) == violations(woven, softmax={**woven["softmax"], "softcap": True}) == {}
+    changes: list[dict[str, Any]] = [
+        {"softmax": {**woven["softmax"], "softcap": True, "row_max": "first"}},
+        {"schedule": {"kind": "ping_pong", "overlap": True}},
+        {"mask": {"kind": "none"}},
+        {"kv": {"dtype": "e4m3"}},
+    ]
+    assert [each for each in changes if "order" not in violations(woven, **each)] == []
 
 
 def test_packed_overlap() -> None:

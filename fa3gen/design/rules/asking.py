@@ -260,7 +260,8 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
     yield schedules.order_of_packed.ask(spec.order, spec.problem.layout, spec.scheduler)
-    bare = not footprint.eight_bits(spec) and not footprint.converts(spec) and spec.softmax.restart_every is None
+    bare = not footprint.eight_bits(spec) and not footprint.converts(spec)
+    bare = bare and spec.softmax.restart_every is None and spec.softmax.row_max == "online"
     yield schedules.order_woven.ask(spec.order, spec.schedule.kind, spec.mask.kind, spec.tile.group, bare=bare)
     yield splits.even_shares.ask(spec.scheduler, spec.split is not None)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind, spec.problem.layout)

@@ -210,7 +210,7 @@ def order_woven(order: str, kind: str, mask: str, group: str, *, bare: bool) -> 
     return Violation(
         "order",
         "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple, of 16 bits, with one "
-        "level of sums; use these, or by_head",
+        "level of sums and softmax.row_max: online; use these, or by_head",
     )
 
 
