@@ -255,7 +255,8 @@ class ArgumentsPlan:
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited, `seen` the
     same of a work item, `keys` what has the tiles of keys that a consumer visits. Of packed sequences `sequences` is
     what says where they lie, `bounds` where one does, `seen_by_lane` what a lane keeps of one, and `looked_at` what a
-    warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax of a step takes, `rows` what a
+    warp knows of 32 of them and of what comes before; it looks on for the tile `searched`, by what `look_in` names,
+    beside where. `softmax_step` is what the softmax of a step takes, `rows` what a
     thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them
     up reads, `combined` what the kernel that does takes, `combine_call` what it is given, and `row_outputs` what it
     needs to finish a row. `descales` are the factors of q, k and v; with those of q and k what a call gives by `call_`
@@ -285,6 +286,8 @@ class ArgumentsPlan:
     bounds: tuple[str, ...] = ()
     seen_by_lane: tuple[str, ...] = ()
     looked_at: tuple[str, ...] = ()
+    look_in: tuple[str, ...] = ("sequences",)
+    searched: str = "tile"
     work_on: tuple[str, ...] = ()
     consume: tuple[str, ...] = ()
     normalize: tuple[str, ...] = ()
@@ -1129,6 +1132,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=bounds,
         seen_by_lane=(*bounds, *["lane_log2"] * (spec.tile.group == "fitted")),
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
+        look_in=("kind", "sequences") if spec.order == "woven" else ("sequences",),
+        searched="number" if spec.order == "woven" else "tile",
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [*given, *descales]), *work),
         merge_warps=("merged", *of_o, "scale_log2"),
