@@ -32,9 +32,9 @@ SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
 CHUNKS, WIDE = "fwd_packed_chunks_d128_causal", "fwd_packed_chunks_wide_d128_causal"
 SMALL = "fwd_packed_chunks_small_d128_causal"
-ANY, PACK1 = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_mixed_pack1_d128_causal"
 MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
-WOVEN = "fwd_packed_woven_d128_causal"
+ANY, ANY_WOVEN = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_woven_any_group_d128_causal"
+WOVEN, PACK1_WOVEN = "fwd_packed_woven_d128_causal", "fwd_packed_woven_pack1_d128_causal"
 GPU = "NVIDIA H200"
 
 
@@ -167,15 +167,16 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
     lists = (*lists, *packed_cells.DRAWN_STEP_LENGTHS)
     mixed = {label: able for label, able in masked(cells).items() if any(f" {name}, " in label for name in lists)}
     for_chunks = {CHUNKS, WIDE, SMALL}
-    of_any_group = {D128, ANY, PACK1} | for_chunks
+    of_any_group = {D128, ANY, ANY_WOVEN} | for_chunks
     of_4 = {PACK4, MIXED, WOVEN}
     assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == of_any_group | of_4
-    # Of a group that two tiles hold each would read a step's keys.
+    # Of a group that several tiles hold each would read a step's keys.
     assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 64/8"] == of_any_group | of_4 - {WOVEN}
+    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 16"] == of_any_group | {PACK1_WOVEN}
     assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == of_any_group
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
     stems = {variant.stem for variant in packed_cells.packed_modules(CHECKOUT) if variant.spec.order != "by_sequence"}
-    assert set().union(*mixed.values()) >= stems >= {ANY, PACK1, MIXED, MIXED_64ROWS, WOVEN}
+    assert set().union(*mixed.values()) >= stems >= {ANY, MIXED, MIXED_64ROWS, WOVEN, ANY_WOVEN, PACK1_WOVEN}
     assert all(able & stems for label, able in mixed.items() if "pages 1 " not in label)
     assert not any(able & stems for label, able in cells.items() if label not in mixed)
     found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
@@ -247,7 +248,7 @@ def test_drawn_lists_are_those_that_were_measured() -> None:
 
 def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    every = {D128, PACK4, EVEN, CHUNKS, WIDE, SMALL, MIXED, ANY, PACK1}
+    every = {D128, PACK4, EVEN, CHUNKS, WIDE, SMALL, MIXED, ANY, ANY_WOVEN}
     assert cells["bf16 d128 causal packed chunk128_on_700, heads 32/8"] == every | {WOVEN}
     assert cells["bf16 d128 causal packed draft_of_8_on_1k, heads 10/2"] == every - {PACK4, MIXED}  # of 4 heads, or 8
     for name, (lengths_q, lengths_k) in packed_cells.SHORT_LENGTHS.items():

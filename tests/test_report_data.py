@@ -463,7 +463,13 @@ def test_a_warp_finds_tiles_in_this_order() -> None:
                 told = (group if of_any else 3, 3)
                 assert list(found_by_warp(stem, spec, sequences, told)) == wanted, (stem, group)
         ways.add((spec.order, spec.tile.group))
-    assert ways == {("by_sequence", "multiple"), ("by_head", "multiple"), ("by_head", "any"), ("woven", "multiple")}
+    assert ways == {
+        ("by_sequence", "multiple"),
+        ("by_head", "multiple"),
+        ("by_head", "any"),
+        ("woven", "multiple"),
+        ("woven", "any"),
+    }
 
 
 def place_of(number: int, packs: int, group: int, pack: int) -> tuple[int, int]:

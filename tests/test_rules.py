@@ -897,16 +897,17 @@ def test_order_of_packed() -> None:
 
 def test_order_woven() -> None:
     """Any schedule, mask and group has the other orders; of warpgroups without rows nobody waits for a turn."""
-    assert schedules.order_woven("woven", "warp_specialized", "causal", "multiple", bare=True) is None
+    for group in ("multiple", "any"):
+        assert schedules.order_woven("woven", "warp_specialized", "causal", group, bare=True) is None
     assert schedules.order_woven("by_head", "ping_pong", "none", "any", bare=False) is None
     words = (
-        "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple, of 16 bits, with one "
-        "level of sums and softmax.row_max: online; use these, or by_head"
+        "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple or any, of 16 bits, "
+        "with one level of sums and softmax.row_max: online; use these, or by_head"
     )
     for kind, mask, group, bare in (
         ("ping_pong", "causal", "multiple", True),
         ("warp_specialized", "none", "multiple", True),
-        ("warp_specialized", "causal", "any", True),
+        ("warp_specialized", "causal", "fitted", True),
         ("warp_specialized", "causal", "multiple", False),
     ):
         assert schedules.order_woven("woven", kind, mask, group, bare=bare) == Violation("order", words)
@@ -915,7 +916,12 @@ def test_order_woven() -> None:
 def test_order_woven_is_applied() -> None:
     """What its loops over keys lack: the shift of scores from a first maximum, sums anew, turns, and 8 bits."""
     woven = variants()["fwd_packed_woven_d128_causal"].spec.model_dump()
-    assert violations(woven) == violations(woven, softmax={**woven["softmax"], "softcap": True}) == {}
+    legal: list[dict[str, Any]] = [
+        {},
+        {"softmax": {**woven["softmax"], "softcap": True}},
+        {"tile": {**woven["tile"], "group": "any"}},
+    ]
+    assert [each for each in legal if violations(woven, **each)] == []
     changes: list[dict[str, Any]] = [
         {"softmax": {**woven["softmax"], "softcap": True, "row_max": "first"}},
         {"schedule": {"kind": "ping_pong", "overlap": True}},
@@ -1104,9 +1110,10 @@ def test_padded_heads() -> None:
 
 def test_any_group() -> None:
     legal: dict[str, Any] = {"split": False, "sink": False}
-    assert splits.any_group("by_head", "direct", 8, **legal) is None
+    for order in ("by_head", "woven"):
+        assert splits.any_group(order, "direct", 8, **legal) is None
     assert splits.any_group("by_sequence", "direct", 8, **legal) == Violation(
-        "tile.group", "group: any is rendered with order by_head, not by_sequence; use that, or multiple"
+        "tile.group", "group: any is rendered with order by_head or woven, not by_sequence; use one, or multiple"
     )
     assert splits.any_group("by_head", "direct", 1, **legal) == Violation(
         "tile.group", "a tile of one head takes any group without it; leave tile.group out"

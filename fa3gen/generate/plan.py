@@ -127,7 +127,8 @@ class TilePlan:
     `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
-    `heads_told` beside the heads of k, counts `tiles_found` of them, and finds `heads_found`: of q the first, and of k.
+    `heads_told` beside the heads of k, has `heads_counted` of these, counts `tiles_found`, and finds `heads_found`: of
+    q the first, and of k.
     `from_window`: whether tiles of keys begin with the first one that rows see. `k_begin` is what a work item says of
     where its keys begin, if it does; `ctas` how many CTAs are started for each SM. `register_shares`: see `footprint`;
     `launch_bound` is the module's name for what bounds the registers at launch, if it has one, `keys` that for the keys
@@ -161,6 +162,7 @@ class TilePlan:
     most_positions: str
     head_tiles: str
     heads_told: str
+    heads_counted: str
     tiles_found: str
     heads_found: str
     from_window: bool
@@ -950,6 +952,7 @@ def _tile(spec: Forward) -> TilePlan:
         most_positions="TILE_M >> apart" if fitted else "POSITIONS",
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
+        heads_counted="heads, heads_kv" if any_group else "heads_q, _",
         tiles_found="heads_kv * packs" if any_group else "heads_q",
         heads_found="first_head, head_kv" if any_group else "head, head // (heads_q // heads_kv)",
         from_window=spec.tile.kv_from == "window",

@@ -335,12 +335,16 @@ def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int])
 def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[Variant[Forward]]:
     """Those whose tiles can hold the query heads of each kv head.
 
-    Of a group that several tiles hold each reads the keys of a step again, which a module made for steps beside prompts
-    has not to be measured for.
+    Of a group that several tiles hold each reads the keys of a step again: of woven modules only those that any group
+    may take have to be measured for it.
     """
     group = heads[0] // heads[1]
     held = [variant for variant in variants if takes_group(variant.spec, group)]
-    return [each for each in held if each.spec.order != "woven" or each.spec.tile.pack_heads == group]
+    return [
+        each
+        for each in held
+        if each.spec.order != "woven" or each.spec.tile.group == "any" or each.spec.tile.pack_heads == group
+    ]
 
 
 def _for_mixed(variant: Variant[Forward]) -> bool:

@@ -32,11 +32,11 @@ LENGTHS = 1500, 16, 0, 3001, 64  # keys; of fewer than queries, the first ones s
 DENSE_LENGTHS = (1501,) * 3
 HEADS_KV = 2
 COMBINATIONS = pytest.mark.parametrize(("dim", "group", "queries"), list(few_queries.combinations()))
-BY_HEAD = {
+IN_ORDER = {
     variant.stem: variant.spec
     for spec_file in WORKSPACE.load_all()
     for variant in attention_among(spec_file.variants)
-    if variant.spec.order == "by_head"
+    if variant.spec.order != "by_sequence"
 }
 MIXED_GROUPS = 1, 4, 5, 6, 7, 8, 10, 12, 16
 # Two chunks beside more steps than a warp looks at at once, and a sequence without queries.
@@ -87,10 +87,10 @@ def mixed_call(spec: Forward, group: int, device: Any) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.parametrize("group", MIXED_GROUPS)
-@pytest.mark.parametrize("stem", BY_HEAD)
+@pytest.mark.parametrize("stem", IN_ORDER)
 def test_chunks_beside_steps(stem: str, group: int, hopper: Any) -> None:
     """By the module itself, eager and captured, and by the public call, whatever serves that."""
-    spec = BY_HEAD[stem]
+    spec = IN_ORDER[stem]
     if not takes_group(spec, group):
         with pytest.raises(ValueError, match=f"must be a multiple of {spec.tile.pack_heads} times those of k"):
             fa3gen.load(stem).attention(**mixed_call(spec, group, hopper)[0])

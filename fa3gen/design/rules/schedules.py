@@ -205,12 +205,13 @@ def order_of_packed(order: str, layout: str, scheduler: str) -> Violation | None
 @rule(kind=GENERATOR, topic="q order")
 def order_woven(order: str, kind: str, mask: str, group: str, *, bare: bool) -> Violation | None:
     """Rows that a sequence lacks are left out where the loops over keys end at a diagonal, and no one's turn is due."""
-    if order != "woven" or ((kind, mask, group) == ("warp_specialized", "causal", "multiple") and bare):
+    legal = (kind, mask) == ("warp_specialized", "causal") and group in ("multiple", "any") and bare
+    if order != "woven" or legal:
         return None
     return Violation(
         "order",
-        "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple, of 16 bits, with one "
-        "level of sums and softmax.row_max: online; use these, or by_head",
+        "woven is rendered with schedule warp_specialized, mask causal and tile.group: multiple or any, of 16 bits, "
+        "with one level of sums and softmax.row_max: online; use these, or by_head",
     )
 
 

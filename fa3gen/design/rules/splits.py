@@ -181,9 +181,11 @@ def fitted_heads(
 
 @rule(kind=GENERATOR, topic="structure")
 def any_group(order: str, o: str, pack_heads: int, *, split: bool, sink: bool) -> Violation | None:
-    """Whoever finds tiles head after head counts those of a kv head; rows of no head are left out where O goes out."""
-    if order != "by_head":
-        return Violation("tile.group", f"group: any is rendered with order by_head, not {order}; use that, or multiple")
+    """Whoever finds tiles in another order counts those of a kv head; rows of no head are left out where O goes out."""
+    if order == "by_sequence":
+        return Violation(
+            "tile.group", f"group: any is rendered with order by_head or woven, not {order}; use one, or multiple"
+        )
     if pack_heads == 1:
         return Violation("tile.group", "a tile of one head takes any group without it; leave tile.group out")
     if o != "direct":
