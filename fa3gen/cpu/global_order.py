@@ -13,8 +13,9 @@ released is acquired.
 
 A load or a store is a data race where another CTA has stored before and that is not known; but where both are strong
 (relaxed, acquire, release, volatile, atomic) they do not race. Not watched are: what atomic operations have written, so
-that a plain store may put a counter back; reads, so that a store may follow another CTA's load that it does not know
-of; and proxies: TMA may load what another CTA has stored through the generic proxy without a fence between.
+that a plain store may put a counter back, as long as the CTA that does no longer counts with it; reads, so that a store
+may follow another CTA's load that it does not know of; and proxies: TMA may load what another CTA has stored through
+the generic proxy without a fence between.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class Region:
         found: NDArray[np.int64] = first[:, None] + np.arange(-(-size // self.granule))
         return found
 
+    def stored(self, cta: int, address: int) -> int:
+        """The stamp of the last store there where this CTA's, and no strong one, was the last; else 0."""
+        granule = (address - self.start) // self.granule
+        return int(self.stamp[granule]) if self.ctas and self.writer[granule] == cta + 1 else 0
+
     def written_by(self, cta: int) -> None:
         """Note that this CTA stores something here. `writer` is its number + 1, negative where the store is strong."""
         if not self.ctas:
@@ -112,6 +118,7 @@ class CtaOrder:
         self._seen: list[Learnt] = []  # by relaxed loads: a fence behind them has to come
         self._fenced: dict[int, tuple[Lanes, Knowledge]] = {}  # by warp: what its last fence gives to relaxed stores
         self._last_store = np.zeros((cta.clocks.warps, 32), np.int32)  # epoch in which each lane last stored
+        self._counted: dict[int, int] = {}  # words of atomic operations: stamp of this CTA's store before the last one
 
     # ------------------------------------------------------------------ accesses
 
@@ -159,6 +166,22 @@ class CtaOrder:
         """Whether another CTA has stored anything in the region that holds this address."""
         region = None if self.launch is None else self.launch.region(address)
         return region is not None and bool(region.ctas - {self.number})
+
+    def counts(self, addresses: Addresses, size: int, threads: NDArray[np.intp]) -> None:
+        """Atomic operations of these threads. Raises a Hazard as `loads`, and where this CTA goes on counting with a
+        word that it has put back: whoever draws tiles so draws the first ones again, and does not end."""
+        if self.launch is None or (region := self.launch.region(int(addresses[0]))) is None:
+            return
+        self._check(region, addresses, size, threads, "load", strong=True)
+        for word in np.unique(addresses).tolist():
+            stored = region.stored(self.number, word)
+            if stored and stored != self._counted.get(word, stored):
+                raise Hazard(
+                    Kind.NOT_FINISHED,
+                    "an atomic operation on a word that this CTA has stored to since its last one: a counter is put "
+                    "back by the CTA that counts last, behind its own last count",
+                )
+            self._counted[word] = stored
 
     def _check(
         self, region: Region, addresses: Addresses, size: int, threads: NDArray[np.intp], what: str, *, strong: bool

@@ -81,8 +81,8 @@ def _each(
     size = np.dtype(type_).itemsize
     old = np.zeros(group.lanes, type_)
     lanes = group.all_lanes if mask is None else np.flatnonzero(mask)
-    if unit == "memory" and len(lanes) and group.cta.order.others_store_here(int(addresses[lanes[0]])):
-        group.cta.order.loads(addresses[lanes].astype(np.int64), size, group.thread[lanes], strong=True)
+    if unit == "memory" and len(lanes) and group.cta.order.launch is not None:
+        group.cta.order.counts(addresses[lanes].astype(np.int64), size, group.thread[lanes])
     changed = unit != "memory"
     for lane in lanes.tolist():
         place = _element(group.cta, unit, int(addresses[lane]), size).view(type_)

@@ -241,6 +241,33 @@ def test_a_counter_that_is_put_back_too_early_is_reported() -> None:
     refused(early, "atom.acq_rel", grid=3)
 
 
+# Thread 0 of each CTA counts until four are counted; whoever counts the last one puts the counter back.
+COUNTING = """
+setp.ne.u32 %p1, %t, 0;
+@%p1 bra done;
+count:
+atom.relaxed.gpu.global.add.u32 %r1, [%word], 1;
+setp.eq.u32 %p2, %r1, LAST;
+mov.u32 %r2, 0;
+@%p2 st.global.b32 [%word], %r2;
+setp.lt.u32 %p3, %r1, 3;
+@%p3 bra count;
+done:
+"""
+
+
+def test_a_counter_that_is_put_back_by_who_goes_on_counting_is_reported() -> None:
+    """It would count for ever, and no other CTA come to see that."""
+    got = clean(COUNTING.replace("LAST", "4"), threads=THREADS, grid=(2, 1, 1), buffers=buffers())
+    assert not got["word"].any()
+    machine = Machine(COUNTING.replace("LAST", "2"), grid=(2, 1, 1), threads=THREADS, buffers=buffers())
+    for schedule in machine.everywhere():
+        with pytest.raises(Hazard, match="stored to since its last one") as report:
+            machine.run(schedule)
+        assert report.value.kind is Kind.NOT_FINISHED
+        assert report.value.place.ptx_line == machine.line("atom.relaxed")
+
+
 # ---------------------------------------------------------------------- stores beside stores, copies
 
 

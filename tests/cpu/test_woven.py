@@ -93,6 +93,12 @@ OF_PACKS: dict[str, Mistake] = {
         "groups",
         ("O has NaN",),
     ),
+    "all tiles counted as if one held a group: the counter begins again": (
+        "return num_single * heads_kv * packs, num_several * heads_kv * packs",
+        "return num_single * heads_kv, num_several * heads_kv",
+        "groups",
+        ("stored to since its last one",),
+    ),
     "tiles found as if one held a group": (
         "tiles = tiles * heads_kv * packs if own_kind == kind else 0",
         "tiles = tiles * heads_kv if own_kind == kind else 0",
