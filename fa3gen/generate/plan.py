@@ -257,13 +257,13 @@ class ArgumentsPlan:
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited, `seen` the
     same of a work item, `keys` what has the tiles of keys that a consumer visits. Of packed sequences `sequences` is
     what says where they lie, `bounds` where one does, `seen_by_lane` what a lane keeps of one, and `looked_at` what a
-    warp knows of 32 of them and of what comes before; it looks on for the tile `searched`, by what `look_in` names,
-    beside where. `softmax_step` is what the softmax of a step takes, `rows` what a
-    thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them
-    up reads, `combined` what the kernel that does takes, `combine_call` what it is given, and `row_outputs` what it
-    needs to finish a row. `descales` are the factors of q, k and v; with those of q and k what a call gives by `call_`
-    and its name becomes `scaled`, which S is multiplied by first, and `scales` has both where q has 8 bits. `normalize`
-    is what brings O to its sums, `add_sink` what a sink adds to these needs. `accumulators` are a consumer's, of which
+    warp knows of 32 of them and of what comes before; it looks on until it has the tile of the number `searched`, and
+    tells `look_at` what `look_in` names. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps
+    of its rows, and `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them up reads,
+    `combined` what the kernel that does takes, `combine_call` what it is given, and `row_outputs` what it needs to
+    finish a row. `descales` are the factors of q, k and v; with those of q and k what a call gives by `call_` and its
+    name becomes `scaled`, which S is multiplied by first, and `scales` has both where q has 8 bits. `normalize` is what
+    brings O to its sums, `add_sink` what a sink adds to these needs. `accumulators` are a consumer's, of which
     `only_acc_s` names S, `multiplied` those that products write; P V of `pv_columns` goes to `acc_pv`, and from there
     into O by `promoted_by`. `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`,
     where it has landed or been transposed (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands

@@ -115,13 +115,13 @@ OF_PACKS: dict[str, Mistake] = {
         "head_kv = head // packs",
         "head_kv = head % packs",
         "groups",
-        ("O ", "a store"),
+        ("a store of global memory",),
     ),
     "a pack begins where those of the kv head before are padded to": (
         "first_head = head_kv * heads + head % packs * PACK_HEADS",
         "first_head = head * PACK_HEADS",
         "groups",
-        ("O ",),
+        ("O has NaN",),
     ),
     "rows of the second warpgroup taken for absent": (
         "m_start + consumer * (WGMMA_M // PACK_HEADS) < work.seq_q",
