@@ -286,12 +286,13 @@ class Work:
     head: cutlass.Int32
     head_kv: cutlass.Int32
     batch: cutlass.Int32
+    k_begin: cutlass.Int32  # the first key that a row sees
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -354,6 +355,10 @@ def work_on(coordinates, mQ, mK, window, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=valid,
@@ -362,6 +367,7 @@ def work_on(coordinates, mQ, mK, window, number, valid) -> Work:
         head=head,
         head_kv=head_kv,
         batch=batch,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,
@@ -441,7 +447,11 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
-        gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
+        gK = cute.local_tile(
+            cute.domain_offset((work.k_begin, 0), mK[None, None, work.head_kv, work.batch]),
+            (TILE_N, HEAD_DIM),
+            (None, 0),
+        )
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
@@ -461,7 +471,11 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
-        gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
+        gVt = cute.local_tile(
+            cute.domain_offset((0, work.k_begin), mVt[None, None, work.head_kv, work.batch]),
+            (HEAD_DIM, TILE_N),
+            (0, None),
+        )
         tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)

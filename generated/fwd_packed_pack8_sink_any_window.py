@@ -17,16 +17,16 @@ time, where there may be no GPU, and to load that where it runs:
     Window (left, right) of each call: query i sees keys j with -left <= j - (i + seq_k - seq_q) <= right.
 
 Decisions
-    tile       192 query rows, 24 positions of 8 heads that share K and V, x 128 keys per step
+    tile       192 query rows, 24 positions of 8 heads that share K and V, x 64 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 3 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     schedule   two warps load, 3 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  4 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     sink       a logit of each query head, added to a row's sum once, after its last key; -inf: none
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    4 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
     output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
     q order    a CTA per SM; each draws its next tile from a counter, and a warp looks where that lies
@@ -35,13 +35,13 @@ Threads
     512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 32 + 3 x 160 = 512 of 4 x 128 = 512
     producer: 1 warpgroup, 32 registers; warp 12 copies Q and K, warp 13 copies V, warp 14 finds the tiles (TMA)
     consumers: 3 warpgroups, 160 registers; 64 query rows each
-        about 152 registers each: O 32, S 64, P 32, other 24
+        about 104 registers each: O 32, S 32, P 16, other 24
 
 Barriers
     ring  stages  producer -> consumers          full with    empty with
     q     2       TMA, from warp 12 -> 12 warps  24576 bytes  12 arrivals
-    k     3       TMA, from warp 12 -> 12 warps  16384 bytes  12 arrivals
-    v     3       TMA, from warp 13 -> 12 warps  16384 bytes  12 arrivals
+    k     3       TMA, from warp 12 -> 12 warps  8192 bytes   12 arrivals
+    v     3       TMA, from warp 13 -> 12 warps  8192 bytes   12 arrivals
     tile  1       warp 14 -> 14 warps            1 arrival    14 arrivals
 
 Named barriers
@@ -51,12 +51,12 @@ Named barriers
 Shared memory
     offset   bytes  what
          0   49152  sQ        2 stages x 192 x 64 x 2: Q
-     49152   49152  sK        3 stages x 128 x 64 x 2: K
-     98304   49152  sV        3 stages x 128 x 64 x 2: V
-    147456   24576  sO        192 x 64 x 2: O
-    172032      32  tiles     8 x 4: coordinates of drawn tiles
-    172064     144  barriers  18 mbarriers
-            173056  total     of 232448 per CTA
+     49152   24576  sK        3 stages x 64 x 64 x 2: K
+     73728   24576  sV        3 stages x 64 x 64 x 2: V
+     98304   24576  sO        192 x 64 x 2: O
+    122880      32  tiles     8 x 4: coordinates of drawn tiles
+    122912     144  barriers  18 mbarriers
+            123904  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -125,7 +125,7 @@ TILE_M = 192  # query rows of a CTA at a time
 PACK_HEADS = 8  # query heads of one kv head in a tile: row r is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 128  # keys per step
+TILE_N = 64  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -401,13 +401,13 @@ class Work:
     head: cutlass.Int32
     head_kv: cutlass.Int32
     q_begin: cutlass.Int32  # the sequence's first row in q and out
-    k_begin: cutlass.Int32  # in k and v
+    k_begin: cutlass.Int32  # in k and v, of the first key that a row sees
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -498,6 +498,10 @@ def slot_of(number: cutlass.Int32):
 def work_on(found, window, number) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, _, q_begin, seq_q, k_begin, seq_k = found
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * POSITIONS + seq_k - seq_q - window_left, seq_k - 1), 0)
+    k_begin, seq_k = k_begin + hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * POSITIONS, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,

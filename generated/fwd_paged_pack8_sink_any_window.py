@@ -17,17 +17,17 @@ time, where there may be no GPU, and to load that where it runs:
     Window (left, right) of each call: query i sees keys j with -left <= j - (i + seq_k - seq_q) <= right.
 
 Decisions
-    tile       192 query rows, 24 positions of 8 heads that share K and V, x 128 keys per step
+    tile       192 query rows, 24 positions of 8 heads that share K and V, x 64 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 3 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
-    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, lanes of a warp find those of several tiles
+    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, all lanes of a warp find all
     schedule   two warps load, 3 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  4 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     sink       a logit of each query head, added to a row's sum once, after its last key; -inf: none
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    4 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
     output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
     q order    a CTA per SM; each draws its next tile from a counter, and a warp looks where that lies
@@ -36,13 +36,13 @@ Threads
     512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 32 + 3 x 160 = 512 of 4 x 128 = 512
     producer: 1 warpgroup, 32 registers; warp 12 copies Q and K, warp 13 copies V, warp 14 finds the tiles (TMA)
     consumers: 3 warpgroups, 160 registers; 64 query rows each
-        about 152 registers each: O 32, S 64, P 32, other 24
+        about 104 registers each: O 32, S 32, P 16, other 24
 
 Barriers
     ring  stages  producer -> consumers          full with    empty with
     q     2       TMA, from warp 12 -> 12 warps  24576 bytes  12 arrivals
-    k     3       TMA, from warp 12 -> 12 warps  16384 bytes  12 arrivals
-    v     3       TMA, from warp 13 -> 12 warps  16384 bytes  12 arrivals
+    k     3       TMA, from warp 12 -> 12 warps  8192 bytes   12 arrivals
+    v     3       TMA, from warp 13 -> 12 warps  8192 bytes   12 arrivals
     tile  1       warp 14 -> 14 warps            1 arrival    14 arrivals
 
 Named barriers
@@ -52,12 +52,12 @@ Named barriers
 Shared memory
     offset   bytes  what
          0   49152  sQ        2 stages x 192 x 64 x 2: Q
-     49152   49152  sK        3 stages x 128 x 64 x 2: K
-     98304   49152  sV        3 stages x 128 x 64 x 2: V
-    147456   24576  sO        192 x 64 x 2: O
-    172032      32  tiles     8 x 4: coordinates of drawn tiles
-    172064     144  barriers  18 mbarriers
-            173056  total     of 232448 per CTA
+     49152   24576  sK        3 stages x 64 x 64 x 2: K
+     73728   24576  sV        3 stages x 64 x 64 x 2: V
+     98304   24576  sO        192 x 64 x 2: O
+    122880      32  tiles     8 x 4: coordinates of drawn tiles
+    122912     144  barriers  18 mbarriers
+            123904  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -126,9 +126,9 @@ TILE_M = 192  # query rows of a CTA at a time
 PACK_HEADS = 8  # query heads of one kv head in a tile: row r is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 128  # keys per step
+TILE_N = 64  # keys per step
 BOX_ROWS = 16  # keys of one page in a TMA box: page sizes are multiples of it
-BOXES = TILE_N // BOX_ROWS  # of a tile of keys, a lane each
+BOXES = TILE_N // BOX_ROWS  # of a tile of keys
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -152,7 +152,6 @@ MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
-TILES_FOUND = WARP // BOXES  # tiles of keys whose boxes the lanes find at once
 UNIT = 8  # elements of 16 bytes
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take that much of the 50 MB of L2
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
@@ -403,12 +402,13 @@ class Work:
     head_kv: cutlass.Int32
     sequence: cutlass.Int32
     q_begin: cutlass.Int32  # its first row in q and out
+    k_begin: cutlass.Int32  # the first key that a row sees, or the first one of its box
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -499,6 +499,11 @@ def slot_of(number: cutlass.Int32):
 def work_on(found, window, number) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, sequence, q_begin, seq_q, seq_k, _ = found
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * POSITIONS + seq_k - seq_q - window_left, seq_k - 1), 0)
+    hidden = hidden // BOX_ROWS * BOX_ROWS  # a box lies in a page whole
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * POSITIONS, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,
@@ -508,6 +513,7 @@ def work_on(found, window, number) -> Work:
         head_kv=head_kv,
         sequence=sequence,
         q_begin=q_begin,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,
@@ -660,12 +666,11 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
-        boxes = find_boxes(work, work.n_end - 1, table)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+            boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
             k_ring.producer_acquire(k_fill)
             sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
             load_boxes(tma_K, mK, sK_stage, boxes)
-            boxes = next_boxes(boxes, work, n_block - 1, table)
             k_fill.advance()
         release_tile(work.number - 1, schedule)  # all of the tile is on its way: it is time to draw the next
         work = read_tile(work.number, schedule)
@@ -681,12 +686,11 @@ def load_v(tma_V, mV, sVt, v_ring, pages, schedule):
     sV_boxes = cute.local_tile(sV, (BOX_ROWS, HEAD_DIM), (None, 0, None))  # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     work = first_work(schedule)
     while work.valid:
-        boxes = find_boxes(work, work.n_end - 1, table)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+            boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
             v_ring.producer_acquire(v_fill)
             sV_stage = sV_boxes[None, None, None, v_fill.index], v_ring.producer_get_barrier(v_fill)
             load_boxes(tma_V, mV, sV_stage, boxes)
-            boxes = next_boxes(boxes, work, n_block - 1, table)
             v_fill.advance()
         work = next_work(work, schedule)
 
@@ -715,27 +719,21 @@ def in_pages(x: cute.Tensor):
 
 @cute.jit
 def find_boxes(work: Work, n_block, table):
-    """Where boxes lie, BOXES lanes for each tile of keys, this one first and then those before it: (first row, page,
-    place in it) as `in_pages` counts them, and the first lane of this tile."""
+    """Where the boxes of a tile of keys lie. All lanes find all: what they share, uniform registers can hold."""
+    return tuple(find_box(work, n_block * TILE_N + i * BOX_ROWS, table) for i in range(BOXES))
+
+
+@cute.jit
+def find_box(work: Work, key, table):
+    """Where the box that begins with this key lies: (first row, page, place in it) as `in_pages` counts them."""
     page_table, page_size, (head_step, row_step) = table
-    lane = cute.arch.lane_idx()
-    key = cutlass.max(n_block - lane // BOXES, work.n_begin) * TILE_N + lane % BOXES * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
+    key += work.k_begin
     number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
         page = page_table[work.sequence, number]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step, cutlass.Int32(0)
-
-
-@cute.jit
-def next_boxes(boxes, work: Work, n_block, table):
-    """Where the boxes of the next tile lie, if there is one: once for TILES_FOUND tiles one waits for the table."""
-    row, page, place, lane = boxes
-    lane += BOXES
-    if lane == TILES_FOUND * BOXES and n_block >= work.n_begin:
-        row, page, place, lane = find_boxes(work, n_block, table)
-    return row, page, place, lane
+    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step
 
 
 @cute.jit
@@ -743,8 +741,7 @@ def load_boxes(tma, mX, sX, boxes):
     """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
     sX_boxes, full = sX
     for i in cutlass.range_constexpr(BOXES):
-        *found, lane = boxes
-        row, *place = (cute.arch.shuffle_sync(x, lane + i) for x in found)
+        row, *place = boxes[i]
         rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
         gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
         tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)

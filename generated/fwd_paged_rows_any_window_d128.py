@@ -352,12 +352,13 @@ class Work:
     head_kv: cutlass.Int32
     sequence: cutlass.Int32
     q_begin: cutlass.Int32  # its first row in q and out
+    k_begin: cutlass.Int32  # the first key that a row sees
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -448,6 +449,10 @@ def slot_of(number: cutlass.Int32):
 def work_on(found, window, number) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, sequence, q_begin, seq_q, seq_k, _ = found
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,
@@ -457,6 +462,7 @@ def work_on(found, window, number) -> Work:
         head_kv=head_kv,
         sequence=sequence,
         q_begin=q_begin,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,
@@ -661,8 +667,9 @@ def find_rows(rows_X, work: Work, n_block, pages):
     for i in cutlass.range_constexpr(cute.size(places)):
         key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
         page = cutlass.Int32(-1)
+        exists, key = 0 <= key and key < work.seq_k, work.k_begin + key  # before the first key there is no tile
         number, row = divmod(key, page_size)
-        if 0 <= key and key < work.seq_k:  # before the first key there is no tile
+        if exists:
             page = page_table[work.sequence, number]
         place = cutlass.Int64(page) * page_step + row * row_step + work.head_kv * head_step
         places[i] = place if 0 <= page and page < num_pages else cutlass.Int64(-1)

@@ -87,7 +87,9 @@ def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 @BOTH_WAYS
 @EVERY_SCORE
-def test_few_queries_are_packed(way: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_calls_with_scores_of_their_own_may_be_packed(
+    way: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     modules: Modules = request.getfixturevalue(way)
     for seq_q in (1, 5, 16, 17, 5):
         q, k, v = tensors(seq_q, 20)
@@ -98,8 +100,20 @@ def test_few_queries_are_packed(way: str, options: dict[str, Any], request: pyte
         assert agree(fa3gen.attention(q, k, v, **options), wanted)
         into = torch.empty_like(out)
         assert fa3gen.attention(q, k, v, **options, out=into) is into and agree(into, wanted)
-    of_few, of_many = ["packed"] * 3, ["dense"] * 3
-    assert modules.calls == [*of_few * 3, *of_many, *of_few]
+    assert modules.calls == ["packed"] * 15
+    for causal in (False, True):
+        fa3gen.attention(*tensors(5, 20), causal=causal)
+    assert modules.calls[15:] == ["dense"] * 2
+
+
+@EVERY_SCORE
+def test_only_few_queries_are_copied(eager: Modules, options: dict[str, Any]) -> None:
+    _, k, v = tensors(5, 20)
+    for queries, module in ((16, "packed"), (17, "dense")):
+        by_head = torch.randn(3, HEADS, queries, DIM).bfloat16().transpose(1, 2)
+        assert agree(fa3gen.attention(by_head, k, v, **options), expected(by_head, k, v, **options)[0])
+        fa3gen.attention(by_head.contiguous(), k, v, **options)
+        assert eager.calls[-2:] == [module, "packed"]
 
 
 @EVERY_SCORE
@@ -236,20 +250,42 @@ def test_the_interface_of_flash_attention(eager: Modules) -> None:
 # Which module
 
 
-MODELS: list[tuple[tuple[int, int], int, dict[str, Any], str, str]] = [  # ... few queries, and many
-    ((64, 8), 64, {"sinks": 64, "causal": True}, "decode_sink_causal", "fwd_d64_sink_causal"),
-    ((64, 8), 64, {"sinks": 64, "window": (127, 0)}, "decode_sink_any_window", "fwd_d64_pack8_sink_window"),
-    ((16, 8), 256, {"softcap": 50.0, "causal": True}, "decode_softcap_causal", "fwd_d256_softcap_causal"),
-    ((16, 8), 256, {"softcap": 50.0, "window": (4095, 0)}, "decode_softcap_any_window", ""),
-    ((32, 8), 128, {"window": (1023, 0)}, "decode_any_window_d128", "fwd_d128_any_window"),
-    ((32, 8), 128, {"window": (512, 0)}, "decode_any_window_d128", "fwd_d128_window"),
+# Of calls: the modules for few queries, for many, and for tensors that are no rows of one.
+MODELS: list[tuple[tuple[int, int], int, dict[str, Any], str, str, str]] = [
+    ((64, 8), 64, {"sinks": 64, "causal": True}, "decode_sink_causal", "fwd_d64_sink_causal", ""),
+    (
+        *((64, 8), 64, {"sinks": 64, "window": (127, 0)}, "decode_sink_any_window"),
+        *("fwd_packed_pack8_sink_any_window", "fwd_d64_pack8_sink_window"),
+    ),
+    ((16, 8), 256, {"softcap": 50.0, "causal": True}, "decode_softcap_causal", "fwd_d256_softcap_causal", ""),
+    (
+        *((16, 8), 256, {"softcap": 50.0, "window": (4095, 0)}, "decode_softcap_any_window"),
+        *("fwd_packed_softcap_d256_any_window", "none"),
+    ),
+    (
+        *((32, 8), 128, {"window": (511, 0)}, "decode_any_window_d128"),
+        *("fwd_packed_pack4_any_window_d128", "fwd_d128_any_window"),
+    ),
+    ((32, 8), 128, {"window": (4095, 0)}, "decode_any_window_d128", "fwd_d128_any_window", ""),
+    ((28, 4), 128, {"window": (511, 0)}, "decode_any_window_d128", "fwd_d128_any_window", ""),
+    (
+        *((32, 8), 128, {"window": (512, 0)}, "decode_any_window_d128"),
+        *("fwd_packed_pack4_any_window_d128", "fwd_d128_window"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("heads", "dim", "options", "few", "many"), MODELS)
-def test_modules_that_split_keys_serve_few_queries(
-    heads: tuple[int, int], dim: int, options: dict[str, Any], few: str, many: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("heads", "dim", "options", "few", "many", "by_heads"), MODELS)
+def test_dense_calls_that_modules_of_packed_sequences_serve(
+    heads: tuple[int, int],
+    dim: int,
+    options: dict[str, Any],
+    few: str,
+    many: str,
+    by_heads: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Few queries where these split keys; many where they hold several heads of a group, or nothing else serves."""
     monkeypatch.chdir(ROOT)
     if "sinks" in options:
         options = {**options, "sinks": torch.empty(options["sinks"], device="meta")}
@@ -267,15 +303,15 @@ def test_modules_that_split_keys_serve_few_queries(
         assert why.stem == f"fwd_packed_{few}" and why.as_packed and why.row is not None
         assert "  as    packed sequences of one length" in str(why) and "8192 keys" in str(why)
         assert why.options == {name: options[name] for name in ("window",) if name in options}
-    given: list[dict[str, Any]] = [{"seq_q": 17}, {"seq_q": 1, "made": by_head}]
-    for call in given:
-        if many:
-            assert (explain(**call).stem, explain(**call).as_packed) == (many, False)
-        else:
-            with pytest.raises(NoKernel, match="no generated module computes"):
-                explain(**call)
-    whole = explain(1, num_splits=1)
-    assert whole.spec.split is None and whole.stem == (many or "fwd_packed_softcap_d256_any_window")
+    for whole in (explain(17), explain(4096)):
+        assert (whole.stem, whole.as_packed) == (many, "packed" in many) and whole.spec.split is None
+    apart = by_heads or many
+    if apart == "none":
+        with pytest.raises(NoKernel, match="no generated module computes"):
+            explain(1, made=by_head)
+    else:
+        assert (explain(1, made=by_head).stem, explain(1, made=by_head).as_packed) == (apart, False)
+    assert explain(1, num_splits=1).spec.split is None
 
 
 def chosen(mask: Any, seq_k: int, *, queries: int = 1, heads: int = 32, group: int = 4, in_rows: bool = True) -> Choice:
@@ -309,11 +345,14 @@ def test_a_stretch_is_one_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(wide, 2**20).around == many.around
 
 
-def test_modules_for_dense_tensors_stay_where_no_other_splits_keys() -> None:
-    window = dispatch.mask_of(False, (1023, 0))
+def test_modules_for_dense_tensors_stay_where_no_other_splits_keys_or_holds_heads() -> None:
+    window = dispatch.mask_of(False, (4095, 0))
     assert chosen(window, 4096).stem == "fwd_packed_decode_any_window_d128"
     assert chosen(window, 4096, in_rows=False).stem == "fwd_d128_any_window"
     assert chosen(window, 4096, queries=17).stem == "fwd_d128_any_window"
+    narrow = dispatch.mask_of(False, (127, 0))
+    assert chosen(narrow, 4096, queries=17).stem == "fwd_packed_pack4_any_window_d128"
+    assert chosen(narrow, 4096, queries=17, group=6).stem == "fwd_d128_any_window"
     for causal in (False, True):
         mask = dispatch.mask_of(causal, None)
         assert chosen(mask, 4096) == replace(chosen(mask, 4096, in_rows=False), size=chosen(mask, 4096).size)

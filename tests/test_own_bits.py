@@ -38,7 +38,8 @@ def chosen(family: Family, size: Size) -> Choice:
     ("stem", "fields"),
     [
         ("fwd_packed_d128_causal", []),
-        ("fwd_packed_pack8_sink_any_window", []),
+        ("fwd_packed_own_bits_sink_any_window", []),
+        ("fwd_packed_pack8_sink_any_window", ["tile.kv_from"]),
         ("k7_two_levels_d128", []),
         ("k7_promote_4_d128", ["accumulate.promote_every"]),
         ("fwd_decode_fixed_d128", []),
@@ -78,7 +79,7 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
     assert len({choice.stem for choice in choices}) == 1
     assert all(choice.row is None and choice.around == Stretch() and own_bits(choice.spec) for choice in choices)
     heads = choices[0].spec.tile.pack_heads
-    largest = {64: 4, 128: 1}[head_dim] if mask is WINDOW else {64: 8, 128: 4}[head_dim]
+    largest = 1 if mask is WINDOW else {64: 8, 128: 4}[head_dim]
     assert heads == (largest if group % largest == 0 and (page is None or page % 16 == 0) else 1)
     assert "the same bits in any batch" in str(choices[0])
 
@@ -120,6 +121,19 @@ def test_head_dim_256_has_modules_for_it(mask: Mask, page: int | None) -> None:
     for group in (1, 4):
         assert chosen(family, Size(4096, 64, 132, group, own_bits=True)).stem == f"fwd_{layout}_own_bits_d256{end}"
         assert not own_bits(chosen(family, Size(4096, 64, 132, group)).spec)
+
+
+def test_dense_calls_with_windows_are_served_as_packed_ones_where_no_dense_module_serves_them() -> None:
+    dense = {head_dim: Family("bf16", head_dim, head_dim, WINDOW) for head_dim in (64, 128)}
+    for size in (Size(**{**vars(size), "group": 8, "in_rows": True}) for size in SIZES):
+        found = chosen(dense[128], size)
+        assert found.as_packed and found.stem == "fwd_packed_own_bits_window_d128" and own_bits(found.spec)
+        assert found.size == size and found.options == {"window": (127, 0)}
+        assert chosen(dense[64], size).stem == "fwd_d64_any_window" and not chosen(dense[64], size).as_packed
+        with pytest.raises(NotRendered, match="no generated module computes bf16, head dim 128, window") as missing:
+            chosen(dense[128], Size(**{**vars(size), "in_rows": False}))
+        proposal = missing.value.proposal
+        assert proposal is not None and proposal.spec.tile.kv_from == "first_key" and own_bits(proposal.spec)
 
 
 def test_without_it_calls_are_served_as_before() -> None:

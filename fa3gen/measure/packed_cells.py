@@ -211,7 +211,9 @@ ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_LENGTHS
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
 DECODING_WINDOWS = {(127, 0): _SHORT, (1023, 0): _SHORT, (4095, 0): _LONG}
-PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k"  # and the prompts, with each of these windows
+# And the prompts, with windows of their own: a tile of queries reads a window as wide as itself, and wider ones.
+PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k", "drawn_chunks_12"
+PROMPT_WINDOWS = (127, 0), (511, 0), (1023, 0), (4095, 0)
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
@@ -227,8 +229,8 @@ CHUNK_HEADS = {
     128: (*HEADS[128], *_FEW_HEADS, (28, 4), (64, 8), (96, 8)),
     256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
 }
-# And of prompts with windows, of the head dims at which tiles of several heads are faster.
-WINDOW_HEADS = {64: ((32, 8), (64, 8)), 128: (), 256: ((16, 8), (16, 4))}
+# And of prompts with windows: with groups that tiles of several heads hold.
+WINDOW_HEADS = {64: ((32, 8), (64, 8)), 128: ((16, 16), (32, 8), (64, 8)), 256: ((16, 8), (16, 4))}
 
 
 def packed_modules(workspace: Workspace, named: Iterable[Variant] = ()) -> Iterator[Variant[Forward]]:
@@ -292,7 +294,7 @@ def cells(
             for name, lengths in prompts.items() if plain and not large and len(in_any_order) > 1 else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), in_any_order
         windows_alone = given_with_calls(family.mask) and not family.keywords
-        yield from _prompts_with_windows(family, variants) if windows_alone else ()
+        yield from _prompts_with_windows(family, variants) if given_with_calls(family.mask) else ()
         for heads in HEADS[family.head_dim]:
             able = [variant for variant in _able(variants, heads) if not (_for_mixed(variant) or _for_chunks(variant))]
             whole = [variant for variant in able if variant.spec.split is None]
@@ -308,11 +310,11 @@ def cells(
 def _prompts_with_windows(
     family: Family, variants: Iterable[Variant[Forward]]
 ) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
-    """Where there are modules whose tiles hold several heads: else there is nothing to choose."""
+    """Where there are several modules that split no keys: else there is nothing to choose."""
     for heads in WINDOW_HEADS[family.head_dim]:
         whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
-        if any(variant.spec.tile.pack_heads > 1 for variant in whole):
-            for name, window in itertools.product(PROMPTS_OF_WINDOWS, DECODING_WINDOWS):
+        if len(whole) > 1:
+            for name, window in itertools.product(PROMPTS_OF_WINDOWS, PROMPT_WINDOWS):
                 shape = PackedShape(*ALL_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), whole
 

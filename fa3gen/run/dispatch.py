@@ -502,15 +502,16 @@ class Choice:
 def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Choice:
     """The module that serves a call of this size; `lse`: LSE is wanted too.
 
-    Dense tensors with few queries, or whose keys are to come in parts, are taken as packed sequences where the module
-    of these splits keys, by a measured row, or where there is no other module: `may_be_packed`.
+    Dense tensors may be taken as packed sequences (`may_be_packed`): where the module of these splits keys or holds
+    several heads of a group in a tile, by a measured row, or where there is no other module.
 
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
+    either = size.in_rows and may_be_packed(family, size.queries, size.parts)
     if size.own_bits:
-        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
-    if size.in_rows and may_be_packed(family, size.queries, size.parts):
+        return _with_own_bits(family, size, lse, workspace, either=either)
+    if either:
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)
 
@@ -535,19 +536,35 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
 
 
 def may_be_packed(family: Family, queries: int, parts: int) -> bool:
-    """Whether dense calls may be served by modules of packed sequences: few queries, or a call that asks for parts of
-    the keys, which no module for dense tensors splits, since there is a window, a sink or a cap, or q has 8 bits."""
-    splitting = queries > 0 and (queries <= FEW_QUERIES or parts > 1)
-    undivided = isinstance(family.mask, WindowMask) or family.sink or family.softcap or family.eight_bits
+    """Whether dense calls may be served by modules of packed sequences: those with a window, a sink or a cap, of which
+    there are more modules than for dense tensors; and those of 8 bits with few queries, or that ask for parts of the
+    keys, which no module for dense tensors splits."""
+    scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
+    splitting = family.eight_bits and (queries <= FEW_QUERIES or parts > 1)
     dense = family.layout == "dense" and not (family.v_permuted or family.by_sequence or family.block_scales)
-    return splitting and undivided and dense and family.part_keys is None
+    return queries > 0 and (scores or splitting) and dense and family.part_keys is None
+
+
+def _with_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace, *, either: bool) -> Choice:
+    """The choice for a call whose rows have bits of their own; `either`: one of packed sequences may serve it, too."""
+    try:
+        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
+    except NotRendered as missing:
+        if not either:
+            raise
+        try:
+            found = _of_own_bits(family._replace(layout="packed"), size, lse, workspace)
+        except NoKernel:
+            raise missing from None
+    return replace(_for_call(found, family, size, Stretch()), as_packed=True)
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
     """The choice for a dense call that a module of packed sequences may serve.
 
     One for dense tensors stays if a row says that it was measured with few queries, or if the one of packed sequences
-    has no row, or does not split keys: then it reads them as the dense one does.
+    has no row, or neither splits keys nor holds several heads of a group: then it reads keys as the dense one does.
+    Where several are held, the dense one stays if any row speaks of it.
     """
     packed = family._replace(layout="packed"), replace(size, keys=_shown(size.keys, family.mask))
     try:
@@ -569,7 +586,7 @@ def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace
     except NoKernel:  # its module is missing, or not the one that was measured; packed calls say so
         return dense
     around = dense.around.meet(_of_all_keys(around, family.mask))
-    if by_row is None or not by_row.spec.split:
+    if by_row is None or not (by_row.spec.split or (by_row.spec.tile.pack_heads > 1 and dense.row is None)):
         return replace(dense, around=around)
     return replace(_for_call(by_row, family, size, around), as_packed=True)
 

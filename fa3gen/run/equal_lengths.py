@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_dynamo_compiling
 
-from fa3gen.run.dispatch import ArgumentError
+from fa3gen.run.dispatch import FEW_QUERIES, ArgumentError
 
 LENGTHS = 64  # whose offsets are made at once: those of keys that grow from call to call follow one another
 NUMBERS = 2**16  # that are made at once, where sequences are so many that this is fewer lengths
@@ -37,14 +37,19 @@ def in_rows(x: Tensor) -> bool:
     return batch < 2 or seq < 2 or of_batch == seq * of_row
 
 
-def can_be_packed(q: Tensor, k: Tensor, v: Tensor, out: Any) -> bool:
-    """Whether a module of packed sequences can read k and v and write `out` as they lie, and count what it does.
+def can_be_packed(q: Tensor, k: Tensor, v: Tensor, out: Any, parts: int) -> bool:
+    """Whether a module of packed sequences can read q, k and v and write `out` as they lie, and count what it does.
 
-    Tensors of a wrong shape are left to `of_dense` to refuse. q may lie anywhere: it is small, and copied.
+    Tensors of a wrong shape are left to `of_dense` to refuse. Few queries may lie anywhere: they are copied. Only
+    modules that split keys count their tiles: for few queries, or where a call asks for `parts`.
     """
     if not (in_rows(k) and in_rows(v) and (out is None or out.dim() != 4 or in_rows(out))):
         return False
     (batch, seq_q, _, _), (sequences, seq_k, heads_kv, _) = q.shape, k.shape
+    if seq_q > FEW_QUERIES and not in_rows(q):
+        return False
+    if seq_q > FEW_QUERIES and parts <= 1:
+        return True
     steps = batch * (seq_q // LEAST_POSITIONS + 1) * heads_kv * (sequences * seq_k // LEAST_KEYS + 1)
     return steps <= MOST_STEPS
 

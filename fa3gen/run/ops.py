@@ -57,7 +57,7 @@ def _explain(
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
     family, size = _checked(q, k, v, out, causal, window, sinks, softcap, factors, v_permuted, scale, how)
     calls.refuse_grad(q, k, v, sinks)
-    size = replace(size, in_rows=can_be_packed(q, k, v, out))
+    size = replace(size, in_rows=can_be_packed(q, k, v, out, num_splits))
     (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
     shape = Shape(batch, seq_q, seq_k, heads_q, heads_kv)
     return calls.explained(family, size, shape, lse=return_lse, render=render)
@@ -321,10 +321,9 @@ def _serving(
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if v_permuted:
             key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
-        if (few or num_splits > 1) and (
-            q.dtype is EIGHT_BITS or window is not None or sinks is not None or softcap is not None
-        ):
-            key += ("in rows", can_be_packed(q, k, v, out))
+        scores = window is not None or sinks is not None or softcap is not None
+        if scores or (q.dtype is EIGHT_BITS and (few or num_splits > 1)):
+            key += ("in rows", can_be_packed(q, k, v, out, num_splits))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
@@ -333,7 +332,7 @@ def _serving(
         pass  # not four dimensions, or no tensor: what follows says so
     how = num_splits, split_keys, deterministic_batch
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
-    size = replace(size, in_rows=can_be_packed(q, k, v, out))
+    size = replace(size, in_rows=can_be_packed(q, k, v, out, num_splits))
     return calls.found(key, family, size, lse=return_lse)
 
 

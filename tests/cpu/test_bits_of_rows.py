@@ -34,14 +34,14 @@ CAUSAL: list[tuple[str, tuple[int, int], dict[str, Any]]] = [
     ("fwd_packed_pack4_d128_causal", (4, 1), {}),
     ("fwd_packed_pack8_d64_causal", (8, 1), {}),
     ("fwd_packed_any_window_d64", (1, 1), {"window": WINDOW}),
-    ("fwd_packed_pack8_sink_any_window", (8, 1), {"window": WINDOW, "sinks": torch.linspace(-2, 3, 8)}),
+    ("fwd_packed_own_bits_sink_any_window", (8, 1), {"window": WINDOW, "sinks": torch.linspace(-2, 3, 8)}),
     ("fwd_fp16_packed_d128_causal", (1, 1), {}),
     ("fwd_packed_d192_128_causal", (1, 1), {}),
     ("fwd_packed_own_bits_d256_causal", (2, 1), {}),
     ("fwd_paged_d64_causal", (2, 1), {}),
     ("fwd_paged_pack4_d128_causal", (4, 1), {}),
     ("fwd_paged_rows_d64_causal", (1, 1), {}),
-    ("fwd_paged_any_window_d128", (1, 1), {"window": WINDOW}),
+    ("fwd_paged_own_bits_window_d128", (1, 1), {"window": WINDOW}),
 ]
 UNMASKED: list[tuple[str, tuple[int, int], dict[str, Any]]] = [
     ("fwd_packed_d128", (2, 1), {}),

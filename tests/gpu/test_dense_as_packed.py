@@ -70,6 +70,35 @@ def test_numbers(seq_q: int, dim: int, options: dict[str, Any], hopper: Any) -> 
     assert fa3gen.attention(q, k, v, **options, out=into) is into and into.equal(out)
 
 
+MANY: list[tuple[int, dict[str, Any], str]] = [
+    (64, {"window": (127, 0)}, "fwd_packed_pack4_any_window_d64"),
+    (128, {"window": (127, 0)}, "fwd_packed_pack4_any_window_d128"),
+    (256, {"window": (300, 20)}, "fwd_packed_pack4_any_window_d256"),
+    (64, {"window": (127, 0), "sinks": HEADS}, "fwd_packed_pack8_sink_any_window"),
+    (256, {"window": (300, 0), "softcap": 20.0}, "fwd_packed_softcap_d256_any_window"),
+]
+
+
+@pytest.mark.parametrize(("dim", "options", "stem"), MANY, ids=[stem for *_, stem in MANY])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(17, 1500), (300, 1500), (1283, 1283)])
+def test_many_queries(seq_q: int, seq_k: int, dim: int, options: dict[str, Any], stem: str, hopper: Any) -> None:
+    """Of modules whose tiles hold several heads of a group, or which alone serve such calls; and captured."""
+    static = tensors(hopper, dim, seq_q=seq_q, seq_k=seq_k)
+    options = given(options, hopper)
+    why = fa3gen.attention.explain(*static, **options)
+    assert why.as_packed and why.stem == stem
+    out, lse = fa3gen.attention(*static, **options, return_lse=True)
+    check(static, options, out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fa3gen.attention(*static, **options)
+    fresh = tensors(hopper, dim, seq_q=seq_q, seq_k=seq_k, seed=1)
+    for tensor, values in zip(static, fresh, strict=True):
+        tensor.copy_(values)
+    graph.replay()
+    check(fresh, options, captured)
+
+
 @EVERY
 def test_a_first_call_within_a_capture(dim: int, options: dict[str, Any], hopper: Any) -> None:
     """Its offsets are none of the graph's: eager calls and other streams have them, when the graph is gone, too."""
