@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import statistics
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rendering import CHECKOUT
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256
 from fa3gen.design.family import Family
+from fa3gen.design.masks import reach
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import dispatch_table
 from fa3gen.records.tuning_records import MaskShape
@@ -34,6 +37,7 @@ from fa3gen.run.dispatch import (
 )
 from fa3gen.spec import yamltree
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+from fa3gen.verify import reference
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
 GPU = "NVIDIA H200"
@@ -954,3 +958,37 @@ def test_a_row_for_more_heads_than_a_tile_has_room_for_is_wrong(missing: str) ->
     wide = row.model_copy(update={"group": dispatch.AtMost(at_most=17)})
     with pytest.raises(NoKernel, match="whose tiles hold 16 heads of a group"):
         dispatch.of_row(CHECKOUT, wide, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "lengths", "left"),
+    [
+        ((8, 0), False, (5, 9), (True, None)),
+        ((7, 0), False, (5, 9), (False, (7, 0))),
+        ((-1, 0), False, (5, 9), (True, None)),
+        ((8, 3), True, (5, 9), (True, None)),
+        ((8, 3), False, (5, 9), (False, (8, 3))),
+        ((8, 4), False, (5, 9), (False, None)),
+        ((8, -1), False, (5, 9), (False, None)),
+        ((-1, -1), True, (5, 9), (True, None)),
+        ((7, 4), False, (5, 9), (False, (7, 4))),
+        ((8, 4), False, (None, 9), (False, (8, 4))),
+        ((8, -1), False, (None, 9), (False, None)),
+        ((8, 0), False, (5, None), (False, (8, 0))),
+        (None, True, (5, 9), (True, None)),
+        ((0, 0), False, (1, 1), (True, None)),
+        ((3, 0), False, (0, 0), (True, None)),
+    ],
+)
+def test_a_window_that_hides_nothing_is_none(
+    window: Any, causal: bool, lengths: tuple[Any, Any], left: tuple[bool, Any]
+) -> None:
+    """Nothing of the longest sequences, but what `causal` hides; the reference agrees that no key comes or goes."""
+    assert dispatch.narrowing(causal, window, *lengths) == left
+    for seq_q, seq_k in itertools.product(*(range(10 if most is None else most + 1) for most in lengths)):
+        shown = []
+        for how in ((causal, window), left):
+            bounds = reach(dispatch.mask_of(*how))
+            found = reference.visible_keys(bounds, seq_q=seq_q, seq_k=seq_k, rows=torch.arange(seq_q))
+            shown.append(torch.ones(seq_q, seq_k, dtype=torch.bool) if found is None else found)
+        assert torch.equal(*shown)

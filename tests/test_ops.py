@@ -369,7 +369,7 @@ def test_out_scale_and_lse(way: str, request: pytest.FixtureRequest) -> None:
 def test_the_calls_shown_in_the_readme(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [code] = [part.partition("```")[0] for part in text.split("```python\n")[1:] if "attention.explain" in part]
-    q, k, v = tensors()
+    q, k, v = tensors(seq_k=600)
     names: dict[str, Any] = {"q": q, "k": k, "v": v}
     exec(code, names)
     assert names["out"].shape == q.shape and names["lse"].shape == (2, 4, 5)
@@ -677,7 +677,8 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (other.stem, other.row) == (why.stem, why.row)
     assert "  for   5 queries, 7 keys, 8 tiles of 128 query rows on 132 SMs, as on an H200" in str(why)
     with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
-        fa3gen.attention.explain(q, k, v, window=(300, 0))
+        fa3gen.attention.explain(q, k, v, window=(5, 0))
+    assert fa3gen.attention.explain(q, k, v, window=(6, 0)).stem == fa3gen.attention.explain(q, k, v, causal=True).stem
     with pytest.raises(
         NoKernel,
         match=r"(?s)computes fp16, head dim 64, no mask, sinks, softcap; .*\nsoftmax: \{sink: true, softcap: true\}",

@@ -123,19 +123,6 @@ def test_head_dim_256_has_modules_for_it(mask: Mask, page: int | None) -> None:
         assert not own_bits(chosen(family, Size(4096, 64, 132, group)).spec)
 
 
-def test_dense_calls_with_windows_are_served_as_packed_ones_where_no_dense_module_serves_them() -> None:
-    dense = {head_dim: Family("bf16", head_dim, head_dim, WINDOW) for head_dim in (64, 128)}
-    for size in (Size(**{**vars(size), "group": 8, "in_rows": True}) for size in SIZES):
-        found = chosen(dense[128], size)
-        assert found.as_packed and found.stem == "fwd_packed_own_bits_window_d128" and own_bits(found.spec)
-        assert found.size == size and found.options == {"window": (127, 0)}
-        assert chosen(dense[64], size).stem == "fwd_d64_any_window" and not chosen(dense[64], size).as_packed
-        with pytest.raises(NotRendered, match="no generated module computes bf16, head dim 128, window") as missing:
-            chosen(dense[128], Size(**{**vars(size), "in_rows": False}))
-        proposal = missing.value.proposal
-        assert proposal is not None and proposal.spec.tile.kv_from == "first_key" and own_bits(proposal.spec)
-
-
 def test_without_it_calls_are_served_as_before() -> None:
     assert chosen(PACKED, Size(8192, 64, 132, 4)).row is not None
     assert chosen(PACKED, Size(8192, 64, 132, 4, queries=1)).spec.split is not None

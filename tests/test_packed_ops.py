@@ -567,6 +567,37 @@ MODELS: list[tuple[tuple[int, int], int, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_window_that_hides_nothing_of_the_longest_sequence_is_none(
+    page: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    counts = torch.empty(5, dtype=torch.int32, device="meta")
+    q, k = (torch.empty(16384, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    where: dict[str, Any] = {"cu_seqlens_k": counts}
+    if page is not None:
+        k = k.view(-1, page, 8, 128)
+        where = {"page_table": torch.empty(4, 256, dtype=torch.int32, device="meta"), "seqused_k": counts[1:]}
+
+    def chosen(window: tuple[int, int], longest: int | None = 4096, **options: Any) -> str:
+        longest_q = 4096 if longest is not None else None
+        given = {**where, **options, "max_seqlen_q": longest_q, "max_seqlen_k": longest}
+        return fa3gen.attention_packed.explain(q, k, k, counts, window=window, **given).stem
+
+    of_mask = [
+        fa3gen.attention_packed.explain(q, k, k, counts, **where, causal=causal, max_seqlen_q=4096, max_seqlen_k=4096)
+        for causal in (True, False)
+    ]
+    assert [chosen((4095, 0)), chosen((4095, 4095))] == [of_causal.stem for of_causal in of_mask]
+    windowed = (
+        chosen((4094, 0)),
+        chosen((4095, 0), None),
+        chosen((4095, 7)),
+        chosen((4095, 0), deterministic_batch=True),
+    )
+    assert all("window" in stem for stem in windowed)
+
+
 @pytest.mark.parametrize(("heads", "dim", "options", "stem"), MODELS)
 def test_calls_of_models_have_modules(heads: tuple[int, int], dim: int, options: dict[str, Any], stem: str) -> None:
     q, k, v, *begins = (x.to("meta") for x in packed_tensors([300, 5], [400, 5], heads=heads, head_dim=dim))

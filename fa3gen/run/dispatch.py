@@ -455,6 +455,21 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
     return WindowMask(left=WINDOW_MAX if left == -1 else left, right=WINDOW_MAX if right == -1 else right)
 
 
+def narrowing(
+    causal: bool, window: tuple[int, ...] | None, most_q: Any, most_k: Any
+) -> tuple[bool, tuple[int, ...] | None]:
+    """`causal` and `window`, a window (left, right) left out that hides of the longest sequences only what `causal`
+    hides, or nothing: modules without one are the faster ones. Lengths that are no whole numbers are not known."""
+    if window is None or type(most_k) is not int or 0 <= window[0] < most_k - 1:
+        return causal, window
+    right = 0 if causal else window[1]
+    if right == 0:
+        return True, None
+    if right < 0 or (type(most_q) is int and right >= most_q - 1):
+        return False, None
+    return causal, window
+
+
 # The choice
 
 # Modules that this process has rendered for calls with render=True, which no workspace has: `fa3gen.run.rendering`.
@@ -508,10 +523,9 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
-    either = size.in_rows and may_be_packed(family, size.queries, size.parts)
     if size.own_bits:
-        return _with_own_bits(family, size, lse, workspace, either=either)
-    if either:
+        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
+    if size.in_rows and may_be_packed(family, size.queries, size.parts):
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)
 
@@ -543,20 +557,6 @@ def may_be_packed(family: Family, queries: int, parts: int) -> bool:
     splitting = family.eight_bits and (queries <= FEW_QUERIES or parts > 1)
     dense = family.layout == "dense" and not (family.v_permuted or family.by_sequence or family.block_scales)
     return queries > 0 and (scores or splitting) and dense and family.part_keys is None
-
-
-def _with_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace, *, either: bool) -> Choice:
-    """The choice for a call whose rows have bits of their own; `either`: one of packed sequences may serve it, too."""
-    try:
-        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
-    except NotRendered as missing:
-        if not either:
-            raise
-        try:
-            found = _of_own_bits(family._replace(layout="packed"), size, lse, workspace)
-        except NoKernel:
-            raise missing from None
-    return replace(_for_call(found, family, size, Stretch()), as_packed=True)
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:

@@ -104,7 +104,8 @@ def attention(
             there is a module that reads it so.
         causal: Query i sees keys j <= i + seq_k - seq_q.
         window: (left, right), how many keys a query sees left and right of its diagonal, -1 for all; with `causal`,
-            none on the right. A module with the window compiled in is taken where there is one, else one for any.
+            none on the right. One that hides no key from anybody, or only what `causal` hides, is none. A module with
+            the window compiled in is taken where there is one, else one for any.
         sinks: (heads_q,), bfloat16 or float32: a logit that takes part in the softmax of each row of its head, without
             a value; -inf for none. It takes a module of its own, as does a softcap.
         softcap: Scores become softcap tanh(scale S / softcap) before the mask; finite and positive. The tanh is that of
@@ -221,6 +222,8 @@ def _asked(
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
     calls.check_scores(sinks, softcap)
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
+    if part_keys is None:  # else a row has the bits of the module for its window, however many keys there are
+        mask = dispatch.mask_of(*dispatch.narrowing(causal, calls.window_tuple(window), q.shape[1], k.shape[1]))
     if eight_bits.any_of(q, k, v):
         _, split_keys, deterministic_batch = how
         asked = {"split_keys": split_keys, "deterministic_batch": deterministic_batch}
@@ -312,6 +315,8 @@ def _serving(
         _, keys, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         few = seq_q if seq_q <= FEW_QUERIES else 0
+        if window is not None and not deterministic_batch and split_keys is None:
+            causal, window = dispatch.narrowing(causal, window, seq_q, k.shape[1])
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse, num_splits
         if deterministic_batch or split_keys is not None:
             key += ("split_keys and deterministic_batch", split_keys, deterministic_batch)

@@ -64,6 +64,7 @@ def _explain(
     """
     keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
     how, longest = (num_splits, deterministic_batch, split_keys), (max_seqlen_q, max_seqlen_k)
+    causal, window = _narrowing(causal, calls.window_tuple(window), longest, how)
     asked = q, k, v, cu_seqlens_q, keys, seqused_q, longest, out, causal, window, scores, factors, scale, how
     family = _checked(*asked)._replace(part_keys=split_keys)
     calls.refuse_grad(q, k, v, sinks)
@@ -413,6 +414,16 @@ def _rows(v: Any, page_table: Any) -> int:
     return int(sequences * pages * v.shape[1])
 
 
+def _narrowing(
+    causal: bool, window: tuple[int, ...] | None, longest: tuple[Any, Any], how: How
+) -> tuple[bool, tuple[int, ...] | None]:
+    """`dispatch.narrowing`, but where a row has the bits of the module for its window, whatever else a call has."""
+    _, deterministic_batch, split_keys = how
+    if deterministic_batch or split_keys is not None:
+        return causal, window
+    return dispatch.narrowing(causal, window, *longest)
+
+
 def _extents(
     total_q: int,
     total_k: int,
@@ -470,6 +481,7 @@ def _serving(
             _, page, heads_kv, v_dim = v.shape
             total_k = _rows(v, page_table)
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
+        causal, window = _narrowing(causal, window, longest, how)
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
