@@ -664,6 +664,17 @@ def test_tensors_on_the_cpu_are_refused_by_the_module(monkeypatch: pytest.Monkey
 # Explaining
 
 
+def test_wrong_windows_are_refused_behind_right_ones(eager: Modules) -> None:
+    """Also where what they would leave is looked up already."""
+    q, k, v = tensors()
+    for _ in range(2):
+        assert fa3gen.attention(q, k, v, window=(6, 0)).equal(call(q, k, v))
+    assert [family.mask.kind for family, _, _ in eager.asked] == ["causal"] * 2
+    for wrong in ((6.5, 0), (2**31, 0), (6,), (6, -2)):
+        with pytest.raises(ValueError, match="window is"):
+            fa3gen.attention(q, k, v, window=wrong)
+
+
 def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     q, k, v = (tensor.half() for tensor in tensors(device="meta"))
@@ -679,6 +690,9 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
         fa3gen.attention.explain(q, k, v, window=(5, 0))
     assert fa3gen.attention.explain(q, k, v, window=(6, 0)).stem == fa3gen.attention.explain(q, k, v, causal=True).stem
+    for wrong in ((6.5, 0), (2**31, 0), (6,), (6, -2)):
+        with pytest.raises(ValueError, match="window is"):
+            fa3gen.attention.explain(q, k, v, window=wrong)
     with pytest.raises(
         NoKernel,
         match=r"(?s)computes fp16, head dim 64, no mask, sinks, softcap; .*\nsoftmax: \{sink: true, softcap: true\}",

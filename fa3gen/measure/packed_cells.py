@@ -211,7 +211,7 @@ ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_LENGTHS
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
 DECODING_WINDOWS = {(127, 0): _SHORT, (1023, 0): _SHORT, (4095, 0): _LONG}
-# And the prompts, with windows of their own: a tile of queries reads a window as wide as itself, and wider ones.
+# And the prompts, of which one has any number of keys before them, with the windows of their calls.
 PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k", "drawn_chunks_12"
 PROMPT_WINDOWS = (127, 0), (511, 0), (1023, 0), (4095, 0)
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them

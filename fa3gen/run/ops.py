@@ -315,9 +315,11 @@ def _serving(
         _, keys, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         few = seq_q if seq_q <= FEW_QUERIES else 0
-        if window is not None and not deterministic_batch and split_keys is None:
-            causal, window = dispatch.narrowing(causal, window, seq_q, k.shape[1])
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse, num_splits
+        hiding = window  # what of it is left
+        if window is not None and not deterministic_batch and split_keys is None:
+            _, hiding = narrowed = dispatch.narrowing(causal, window, seq_q, k.shape[1])
+            key += (narrowed,)
         if deterministic_batch or split_keys is not None:
             key += ("split_keys and deterministic_batch", split_keys, deterministic_batch)
         if sinks is not None or softcap is not None:
@@ -326,7 +328,7 @@ def _serving(
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if v_permuted:
             key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
-        scores = window is not None or sinks is not None or softcap is not None
+        scores = hiding is not None or sinks is not None or softcap is not None
         if scores or (q.dtype is EIGHT_BITS and (few or num_splits > 1)):
             key += ("in rows", can_be_packed(q, k, v, out, num_splits))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call

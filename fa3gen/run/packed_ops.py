@@ -481,12 +481,14 @@ def _serving(
             _, page, heads_kv, v_dim = v.shape
             total_k = _rows(v, page_table)
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
-        causal, window = _narrowing(causal, window, longest, how)
+        _, hiding = narrowed = _narrowing(causal, window, longest, how)
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
+        if window is not None:
+            key += (narrowed,)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         offsets, paged = cu_seqlens_q.shape[0], page is not None
-        length, tiles, queries, mean = _extents(total_q, total_k, offsets, (heads_q, heads_kv), *longest, window, paged)
+        length, tiles, queries, mean = _extents(total_q, total_k, offsets, (heads_q, heads_kv), *longest, hiding, paged)
         key += (queries_in_key(queries, mean),)
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
@@ -498,6 +500,8 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
+    dispatch.mask_of(causal, window)  # which refuses what is no window
+    causal, window = _narrowing(causal, window, longest, how)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)._replace(part_keys=how[2])
     size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
     return calls.found(key, family, size, lse=return_lse)
