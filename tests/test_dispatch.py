@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from fa3gen.run.dispatch import (
     Table,
 )
 from fa3gen.spec import yamltree
-from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -349,7 +349,8 @@ def test_the_packages_table_is_read_without_a_parser_of_yaml(monkeypatch: pytest
     tree = yamltree.read(path, path, [])
     assert tree is not None
     monkeypatch.setattr(dispatch, "read", None)
-    assert dispatch.read_table(path) == Table.model_validate(tree.plain())
+    found = dispatch.read_table(path)  # which may have been used, and then remembers which rows are of a family
+    assert set(Table.model_fields) == {"rows"} and found.rows == Table.model_validate(tree.plain()).rows
 
 
 def test_a_table_is_parsed_once_for_as_long_as_it_says_the_same(
@@ -960,35 +961,48 @@ def test_a_row_for_more_heads_than_a_tile_has_room_for_is_wrong(missing: str) ->
         dispatch.of_row(CHECKOUT, wide, "row 1")
 
 
-@pytest.mark.parametrize(
-    ("window", "causal", "lengths", "left"),
-    [
-        ((8, 0), False, (5, 9), (True, None)),
-        ((7, 0), False, (5, 9), (False, (7, 0))),
-        ((-1, 0), False, (5, 9), (True, None)),
-        ((8, 3), True, (5, 9), (True, None)),
-        ((8, 3), False, (5, 9), (False, (8, 3))),
-        ((8, 4), False, (5, 9), (False, None)),
-        ((8, -1), False, (5, 9), (False, None)),
-        ((-1, -1), True, (5, 9), (True, None)),
-        ((7, 4), False, (5, 9), (False, (7, 4))),
-        ((8, 4), False, (None, 9), (False, (8, 4))),
-        ((8, -1), False, (None, 9), (False, None)),
-        ((8, 0), False, (5, None), (False, (8, 0))),
-        (None, True, (5, 9), (True, None)),
-        ((0, 0), False, (1, 1), (True, None)),
-        ((3, 0), False, (0, 0), (True, None)),
-    ],
-)
-def test_a_window_that_hides_nothing_is_none(
-    window: Any, causal: bool, lengths: tuple[Any, Any], left: tuple[bool, Any]
-) -> None:
-    """Nothing of the longest sequences, but what `causal` hides; the reference agrees that no key comes or goes."""
-    assert dispatch.narrowing(causal, window, *lengths) == left
-    for seq_q, seq_k in itertools.product(*(range(10 if most is None else most + 1) for most in lengths)):
-        shown = []
-        for how in ((causal, window), left):
-            bounds = reach(dispatch.mask_of(*how))
-            found = reference.visible_keys(bounds, seq_q=seq_q, seq_k=seq_k, rows=torch.arange(seq_q))
-            shown.append(torch.ones(seq_q, seq_k, dtype=torch.bool) if found is None else found)
-        assert torch.equal(*shown)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", list(itertools.product((-1, 0, 3, 7, 8, 9), (-1, 0, 4))), ids=str)
+def test_a_window_that_hides_what_a_causal_mask_hides(window: tuple[int, int], causal: bool) -> None:
+    """Of the longest sequences and of all shorter ones, as the reference says."""
+    mask = dispatch.mask_of(causal, window)
+    most_k, seqs_q = 9, range(8)
+
+    def shown(mask: Mask, seq_q: int, seq_k: int) -> torch.Tensor:
+        found = reference.visible_keys(reach(mask), seq_q=seq_q, seq_k=seq_k, rows=torch.arange(seq_q))
+        return torch.ones(seq_q, seq_k, dtype=torch.bool) if found is None else found
+
+    alike = all(
+        torch.equal(shown(mask, *lengths), shown(CausalMask(), *lengths))
+        for lengths in itertools.product(seqs_q, range(most_k + 1))
+    )
+    # A window without a bound on the left is a causal mask already.
+    assert (dispatch.is_causal(causal, window, most_k) or mask == CausalMask()) == alike
+    assert not dispatch.is_causal(causal, window, None) and not dispatch.is_causal(causal, window, torch.tensor(1))
+
+
+def test_modules_of_causal_masks_serve_such_windows() -> None:
+    wide = dispatch.mask_of(False, (4095, 0))
+    family, size = Family("bf16", 128, 128, wide), Size(4096, 512, 132, 1, 4096, is_causal=True)
+
+    def chosen(family: Family, size: Size) -> str:
+        return dispatch.choose(family, size, lse=True, workspace=CHECKOUT).stem
+
+    assert chosen(family, size) == chosen(family._replace(mask=CausalMask()), size) == "fwd_d128_causal"
+    assert chosen(family, replace(size, is_causal=False)) == "fwd_d128_any_window"
+    packed = family._replace(layout="packed")
+    assert "window" in chosen(packed, replace(size, own_bits=True)) and "window" not in chosen(packed, size)
+
+
+def test_a_window_has_its_own_module_where_no_causal_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = dispatch._measured
+
+    def without(family: Family, *asked: Any) -> Any:
+        if isinstance(family.mask, CausalMask):
+            raise NoKernel("none")
+        return measured(family, *asked)
+
+    monkeypatch.setattr(dispatch, "_measured", without)
+    family = Family("bf16", 128, 128, dispatch.mask_of(False, (4095, 0)))
+    found = dispatch.choose(family, Size(4096, 512, is_causal=True), lse=True, workspace=CHECKOUT)
+    assert found.stem == "fwd_d128_any_window"

@@ -140,7 +140,8 @@ class Size:
     come, in the mean where sequences are packed; 1: no module serves the call that splits keys, 0: any. `own_bits`: a
     row's bits are its own, in a module that serves calls of every size, or in two that give a row the same bits.
     `in_parts`: of these the one for few queries is wanted, and the host knows that there is room for what parts of the
-    keys leave. `in_rows`: dense tensors lie so that a module of packed sequences can serve the call.
+    keys leave. `in_rows`: dense tensors lie so that a module of packed sequences can serve the call. `is_causal`: the
+    window of the call hides what a causal mask would.
     """
 
     keys: int
@@ -153,6 +154,7 @@ class Size:
     in_parts: bool = False
     in_rows: bool = False
     mean_queries: int = NO_LIMIT
+    is_causal: bool = False
 
     @property
     def whole(self) -> bool:
@@ -455,19 +457,13 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
     return WindowMask(left=WINDOW_MAX if left == -1 else left, right=WINDOW_MAX if right == -1 else right)
 
 
-def narrowing(
-    causal: bool, window: tuple[int, ...] | None, most_q: Any, most_k: Any
-) -> tuple[bool, tuple[int, ...] | None]:
-    """`causal` and `window`, a window (left, right) left out that hides of the longest sequences only what `causal`
-    hides, or nothing: modules without one are the faster ones. Lengths that are no whole numbers are not known."""
-    if window is None or type(most_k) is not int or 0 <= window[0] < most_k - 1:
-        return causal, window
-    right = 0 if causal else window[1]
-    if right == 0:
-        return True, None
-    if right < 0 or (type(most_q) is int and right >= most_q - 1):
-        return False, None
-    return causal, window
+def is_causal(causal: bool, window: Sequence[int], most_k: Any) -> bool:
+    """Whether of so many keys at most a window (left, right) hides only those that a causal mask hides, too.
+
+    A number of keys that is no whole number is not known.
+    """
+    left, right = window
+    return type(most_k) is int and left >= most_k - 1 and (causal or right == 0)
 
 
 # The choice
@@ -518,13 +514,19 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
     """The module that serves a call of this size; `lse`: LSE is wanted too.
 
     Dense tensors may be taken as packed sequences (`may_be_packed`): where the module of these splits keys or holds
-    several heads of a group in a tile, by a measured row, or where there is no other module.
+    several heads of a group in a tile, by a measured row, or where there is no other module. A window that hides what a
+    causal mask would is one, whose modules are faster, where there is a module for that; but not where a row's bits are
+    its own, which would be others then, by how many keys there are.
 
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
     if size.own_bits:
         return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
+    if size.is_causal and family.part_keys is None:
+        with contextlib.suppress(NoKernel):
+            causal = family._replace(mask=CausalMask())
+            return choose(causal, replace(size, is_causal=False), lse=lse, workspace=workspace)
     if size.in_rows and may_be_packed(family, size.queries, size.parts):
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)

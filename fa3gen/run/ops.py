@@ -104,8 +104,8 @@ def attention(
             there is a module that reads it so.
         causal: Query i sees keys j <= i + seq_k - seq_q.
         window: (left, right), how many keys a query sees left and right of its diagonal, -1 for all; with `causal`,
-            none on the right. One that hides no key from anybody, or only what `causal` hides, is none. A module with
-            the window compiled in is taken where there is one, else one for any.
+            none on the right. One that hides only what `causal` hides takes the module for that. Else a module with the
+            window compiled in is taken where there is one, or one for any.
         sinks: (heads_q,), bfloat16 or float32: a logit that takes part in the softmax of each row of its head, without
             a value; -inf for none. It takes a module of its own, as does a softcap.
         softcap: Scores become softcap tanh(scale S / softcap) before the mask; finite and positive. The tanh is that of
@@ -222,8 +222,6 @@ def _asked(
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
     calls.check_scores(sinks, softcap)
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
-    if part_keys is None:  # else a row has the bits of the module for its window, however many keys there are
-        mask = dispatch.mask_of(*dispatch.narrowing(causal, calls.window_tuple(window), q.shape[1], k.shape[1]))
     if eight_bits.any_of(q, k, v):
         _, split_keys, deterministic_batch = how
         asked = {"split_keys": split_keys, "deterministic_batch": deterministic_batch}
@@ -243,8 +241,10 @@ def _asked(
         v_permuted=bool(v_permuted),
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
+    like_causal = window is not None and dispatch.is_causal(causal, window, seq_k)
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
-    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q, int(how[0]))
+    group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
+    return family, Size(seq_k, tiles, sms, group, seq_q, int(how[0]), is_causal=like_causal)
 
 
 def _checked(
@@ -316,10 +316,8 @@ def _serving(
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         few = seq_q if seq_q <= FEW_QUERIES else 0
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse, num_splits
-        hiding = window  # what of it is left
-        if window is not None and not deterministic_batch and split_keys is None:
-            _, hiding = narrowed = dispatch.narrowing(causal, window, seq_q, k.shape[1])
-            key += (narrowed,)
+        if window is not None:
+            key += (dispatch.is_causal(causal, window, k.shape[1]),)
         if deterministic_batch or split_keys is not None:
             key += ("split_keys and deterministic_batch", split_keys, deterministic_batch)
         if sinks is not None or softcap is not None:
@@ -328,7 +326,7 @@ def _serving(
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if v_permuted:
             key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
-        scores = hiding is not None or sinks is not None or softcap is not None
+        scores = window is not None or sinks is not None or softcap is not None
         if scores or (q.dtype is EIGHT_BITS and (few or num_splits > 1)):
             key += ("in rows", can_be_packed(q, k, v, out, num_splits))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call

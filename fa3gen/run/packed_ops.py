@@ -64,11 +64,10 @@ def _explain(
     """
     keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
     how, longest = (num_splits, deterministic_batch, split_keys), (max_seqlen_q, max_seqlen_k)
-    causal, window = _narrowing(causal, calls.window_tuple(window), longest, how)
     asked = q, k, v, cu_seqlens_q, keys, seqused_q, longest, out, causal, window, scores, factors, scale, how
     family = _checked(*asked)._replace(part_keys=split_keys)
     calls.refuse_grad(q, k, v, sinks)
-    size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
+    size = _size(q, v, cu_seqlens_q, page_table, longest, causal, window, how)
     sequences = max(cu_seqlens_q.shape[0] - 1, 1)
     seq_q, seq_k = (-(-rows // sequences) for rows in (q.shape[0], _rows(v, page_table)))
     shape = Shape(sequences, seq_q, seq_k, q.shape[1], v.shape[-2])
@@ -375,7 +374,14 @@ def _check_how(q: Tensor, how: How) -> None:
 
 
 def _size(
-    q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, how: How
+    q: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    page_table: Any,
+    longest: tuple[Any, Any],
+    causal: bool,
+    window: Window,
+    how: How,
 ) -> Size:
     """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for, and
     for longest sequences that cannot be."""
@@ -389,7 +395,8 @@ def _size(
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
     in_parts = _in_parts(q, v, page_table, queries, longest, how)
-    return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean)
+    like_causal = window is not None and dispatch.is_causal(causal, window, longest[1])
+    return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean, is_causal=like_causal)
 
 
 def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any, Any], how: How) -> bool:
@@ -412,16 +419,6 @@ def _rows(v: Any, page_table: Any) -> int:
         return int(v.shape[0])
     sequences, pages = page_table.shape
     return int(sequences * pages * v.shape[1])
-
-
-def _narrowing(
-    causal: bool, window: tuple[int, ...] | None, longest: tuple[Any, Any], how: How
-) -> tuple[bool, tuple[int, ...] | None]:
-    """`dispatch.narrowing`, but where a row has the bits of the module for its window, whatever else a call has."""
-    _, deterministic_batch, split_keys = how
-    if deterministic_batch or split_keys is not None:
-        return causal, window
-    return dispatch.narrowing(causal, window, *longest)
 
 
 def _extents(
@@ -481,14 +478,13 @@ def _serving(
             _, page, heads_kv, v_dim = v.shape
             total_k = _rows(v, page_table)
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
-        _, hiding = narrowed = _narrowing(causal, window, longest, how)
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if window is not None:
-            key += (narrowed,)
+            key += (dispatch.is_causal(causal, window, longest[1]),)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         offsets, paged = cu_seqlens_q.shape[0], page is not None
-        length, tiles, queries, mean = _extents(total_q, total_k, offsets, (heads_q, heads_kv), *longest, hiding, paged)
+        length, tiles, queries, mean = _extents(total_q, total_k, offsets, (heads_q, heads_kv), *longest, window, paged)
         key += (queries_in_key(queries, mean),)
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
@@ -500,10 +496,8 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
-    dispatch.mask_of(causal, window)  # which refuses what is no window
-    causal, window = _narrowing(causal, window, longest, how)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)._replace(part_keys=how[2])
-    size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
+    size = _size(q, v, cu_seqlens_q, page_table, longest, causal, window, how)
     return calls.found(key, family, size, lse=return_lse)
 
 
