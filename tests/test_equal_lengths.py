@@ -263,7 +263,7 @@ MODELS: list[tuple[tuple[int, int], int, dict[str, Any], str, str, str]] = [
         *("fwd_packed_softcap_d256_any_window", "none"),
     ),
     (
-        *((32, 8), 128, {"window": (511, 0)}, "decode_any_window_d128"),
+        *((32, 8), 128, {"window": (1023, 0)}, "decode_any_window_d128"),
         *("fwd_packed_pack4_any_window_d128", "fwd_d128_any_window"),
     ),
     ((32, 8), 128, {"window": (4095, 0)}, "decode_any_window_d128", "fwd_d128_any_window", ""),
@@ -311,7 +311,8 @@ def test_dense_calls_that_modules_of_packed_sequences_serve(
             explain(1, made=by_head)
     else:
         assert (explain(1, made=by_head).stem, explain(1, made=by_head).as_packed) == (apart, False)
-    assert explain(1, num_splits=1).spec.split is None
+    whole = explain(1, num_splits=1)
+    assert whole.spec.split is None and whole.stem == many
 
 
 def chosen(mask: Any, seq_k: int, *, queries: int = 1, heads: int = 32, group: int = 4, in_rows: bool = True) -> Choice:
@@ -346,13 +347,12 @@ def test_a_stretch_is_one_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_modules_for_dense_tensors_stay_where_no_other_splits_keys_or_holds_heads() -> None:
-    window = dispatch.mask_of(False, (4095, 0))
+    window = dispatch.mask_of(False, (1023, 0))
     assert chosen(window, 4096).stem == "fwd_packed_decode_any_window_d128"
     assert chosen(window, 4096, in_rows=False).stem == "fwd_d128_any_window"
-    assert chosen(window, 4096, queries=17).stem == "fwd_d128_any_window"
-    narrow = dispatch.mask_of(False, (127, 0))
-    assert chosen(narrow, 4096, queries=17).stem == "fwd_packed_pack4_any_window_d128"
-    assert chosen(narrow, 4096, queries=17, group=6).stem == "fwd_d128_any_window"
+    assert chosen(window, 4096, queries=17).stem == "fwd_packed_pack4_any_window_d128"
+    assert chosen(window, 4096, queries=17, group=6).stem == "fwd_d128_any_window"
+    assert chosen(dispatch.mask_of(False, (4095, 0)), 4096, queries=17).stem == "fwd_d128_any_window"
     for causal in (False, True):
         mask = dispatch.mask_of(causal, None)
         assert chosen(mask, 4096) == replace(chosen(mask, 4096, in_rows=False), size=chosen(mask, 4096).size)

@@ -369,7 +369,7 @@ def test_out_scale_and_lse(way: str, request: pytest.FixtureRequest) -> None:
 def test_the_calls_shown_in_the_readme(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [code] = [part.partition("```")[0] for part in text.split("```python\n")[1:] if "attention.explain" in part]
-    q, k, v = tensors(seq_k=600)
+    q, k, v = tensors()
     names: dict[str, Any] = {"q": q, "k": k, "v": v}
     exec(code, names)
     assert names["out"].shape == q.shape and names["lse"].shape == (2, 4, 5)

@@ -457,11 +457,13 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
     return WindowMask(left=WINDOW_MAX if left == -1 else left, right=WINDOW_MAX if right == -1 else right)
 
 
-def is_causal(causal: bool, window: Sequence[int], most_k: Any) -> bool:
-    """Whether of so many keys at most a window (left, right) hides only those that a causal mask hides, too.
+def is_causal(causal: bool, window: Sequence[int] | None, most_k: Any) -> bool:
+    """Whether a window (left, right) hides of so many keys at most those that a causal mask hides, and no others.
 
     A number of keys that is no whole number is not known.
     """
+    if window is None:
+        return False
     left, right = window
     return type(most_k) is int and left >= most_k - 1 and (causal or right == 0)
 

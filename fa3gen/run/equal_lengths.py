@@ -43,12 +43,11 @@ def can_be_packed(q: Tensor, k: Tensor, v: Tensor, out: Any, parts: int) -> bool
     Tensors of a wrong shape are left to `of_dense` to refuse. Few queries may lie anywhere: they are copied. Only
     modules that split keys count their tiles: for few queries, or where a call asks for `parts`.
     """
-    if not (in_rows(k) and in_rows(v) and (out is None or out.dim() != 4 or in_rows(out))):
-        return False
     (batch, seq_q, _, _), (sequences, seq_k, heads_kv, _) = q.shape, k.shape
-    if seq_q > FEW_QUERIES and not in_rows(q):
+    few = seq_q <= FEW_QUERIES
+    if not (in_rows(k) and in_rows(v) and (few or in_rows(q)) and (out is None or out.dim() != 4 or in_rows(out))):
         return False
-    if seq_q > FEW_QUERIES and parts <= 1:
+    if not few and parts <= 1:
         return True
     steps = batch * (seq_q // LEAST_POSITIONS + 1) * heads_kv * (sequences * seq_k // LEAST_KEYS + 1)
     return steps <= MOST_STEPS

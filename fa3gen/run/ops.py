@@ -241,7 +241,7 @@ def _asked(
         v_permuted=bool(v_permuted),
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
-    like_causal = window is not None and dispatch.is_causal(causal, window, seq_k)
+    like_causal = dispatch.is_causal(causal, window, seq_k)
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     return family, Size(seq_k, tiles, sms, group, seq_q, int(how[0]), is_causal=like_causal)

@@ -395,7 +395,7 @@ def _size(
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
     in_parts = _in_parts(q, v, page_table, queries, longest, how)
-    like_causal = window is not None and dispatch.is_causal(causal, window, longest[1])
+    like_causal = dispatch.is_causal(causal, window, longest[1])
     return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean, is_causal=like_causal)
 
 
