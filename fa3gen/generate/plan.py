@@ -340,12 +340,12 @@ class LoadPlan:
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
     `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `table_read` are the module's
     names and words for where they come to, which is not where they are multiplied if they are converted, and who reads
-    them there. `together`: one warp copies Q, K and V, where `v_tensor` is what V is called, and TMA's `atoms` what it
-    copies by. `clips_bytes`: some of what is clipped at the end of a sequence has elements of one byte, and some of
-    two. `span`: bytes within which a swizzle exchanges pieces of 16, `span_units` of them, of a row that is copied
-    singly; in the same way in as many rows as `rows_alike` divides a row's number by. `boxes_alike`: all lanes find all
-    boxes of a tile of keys in pages; `many_boxes`: lanes find those of several tiles; `reads_ahead`: those of a tile,
-    before they are needed.
+    them there. `together`: one warp copies Q, K and V, where `v_tensor` is what V is called, TMA's `atoms` what it
+    copies by, and `prefetched` those of them all that it fetches ahead: of Q there may be several. `clips_bytes`: some
+    of what is clipped at the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a
+    swizzle exchanges pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many
+    rows as `rows_alike` divides a row's number by. `boxes_alike`: all lanes find all boxes of a tile of keys in pages;
+    `many_boxes`: lanes find those of several tiles; `reads_ahead`: those of a tile, before they are needed.
     """
 
     engine: str
@@ -375,6 +375,7 @@ class LoadPlan:
     together: bool = False
     v_tensor: str = "mVt"
     atoms: str = ""
+    prefetched: str = ""
     clips_bytes: bool = False
     span: int = 0
     span_units: int = 0
@@ -1284,6 +1285,7 @@ def _load(spec: Forward) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
     q_ring = not footprint.keys_free_q(spec)
     pages = "cp_async" if footprint.gathered(spec) else "tma"
+    of_keys = "" if footprint.gathered(spec) else " tma_K, tma_V"
     return LoadPlan(
         engine=spec.load.engine,
         q_stages=footprint.q_stages(spec),
@@ -1303,7 +1305,8 @@ def _load(spec: Forward) -> LoadPlan:
         many_boxes=footprint.many_boxes(spec),
         reads_ahead=footprint.in_boxes(spec) and footprint.converts(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
-        atoms="(tma_Q,)" if footprint.gathered(spec) else "(tma_Q, tma_K, tma_V)",
+        atoms=f"(tma_Q,{of_keys})",
+        prefetched=f"({'*' * (spec.tile.group == 'fitted')}tma_Q,{of_keys})",
         **(_swizzled_rows(spec) if footprint.gathered(spec) and not footprint.converts(spec) else {}),
         clips_bytes=(footprint.eight_bits(spec) and spec.outputs.o != "direct")
         or (footprint.eight_bit_cache(spec) and not footprint.paged(spec)),

@@ -201,6 +201,7 @@ DRAWN_SHORT_LENGTHS = {f"drawn_short_chunks_{seed}": _drawn(drawn_chunks, seed, 
 DRAWN_PROMPT_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(201, 225)}
 DRAWN_UNMASKED_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(401, 425)}
 DRAWN_TURNS = 3  # other lists are measured with every third entry of heads, which take turns
+EIGHT_BIT_TURNS = 6  # and of 8 bits, with fewer modules to choose among, all lists but those of decoding steps
 FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with drawn chunks and prompts
 DRAWN_LENGTHS = DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS
 DRAWN_LENGTHS |= DRAWN_PROMPT_LENGTHS | DRAWN_UNMASKED_LENGTHS
@@ -214,6 +215,8 @@ DECODING_WINDOWS = {(127, 0): _SHORT, (1023, 0): _SHORT, (4095, 0): _LONG}
 # And the prompts, of which one has any number of keys before them, with the windows of their calls.
 PROMPTS_OF_WINDOWS = "chat16k", "equal1k", "prefill1k_on_8k", "drawn_chunks_12"
 PROMPT_WINDOWS = (127, 0), (511, 0), (1023, 0), (4095, 0)
+# And chunks beside steps, where there are modules for these.
+STEPS_OF_WINDOWS = "63_steps_and_chunk", "4_chunks_and_140_steps", "drawn_steps_5", "drawn_steps_11"
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
@@ -258,9 +261,9 @@ def cells(
     of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
     elsewhere with few keys only, where everybody is. Prompts at random are where sequences are packed, those without a
-    mask with modules that split no keys. With windows prompts are, too, where there are modules whose tiles
-    hold several heads; with sinks or a cap only decoding steps: of many queries there is one module for each call, and
-    nothing to choose.
+    mask with modules that split no keys. With windows prompts are, too, where there are modules whose tiles hold
+    several heads, and chunks beside steps where some take head after head; with sinks or a cap only decoding steps: of
+    many queries there is one module for each call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace, named):
@@ -272,7 +275,8 @@ def cells(
             able = _able(variants, heads)
             whole = [variant for variant in able if variant.spec.split is None]
             served = [*whole, *filter(_for_chunks, able)]
-            for name, lengths in MIXED_LENGTHS.items() if any(map(_for_mixed, whole)) else ():
+            mixed = not given_with_calls(family.mask) and any(map(_for_mixed, whole))
+            for name, lengths in MIXED_LENGTHS.items() if mixed else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
         for heads in CHUNK_HEADS[family.head_dim]:
             able = _able(variants, heads)
@@ -282,12 +286,13 @@ def cells(
             chunks, steps = (_in_turn(lists, family, heads) for lists in _drawn_lists(family))
             few_keys = [name for name, (_, keys) in chunks.items() if max(keys) <= FEW_KEYS]
             short = {name: chunks.pop(name) for name in few_keys}
-            for lists, served in (
-                (DRAFT_LENGTHS, several),
-                (CHUNK_LENGTHS | chunks, [*in_any_order, *large]),
-                (MIXED_CHUNK_LENGTHS | steps, [*whole, *large]),
-                (SHORT_LENGTHS | short, able),
+            for written, drawn, served in (
+                (DRAFT_LENGTHS, {}, several),
+                (CHUNK_LENGTHS, chunks, [*in_any_order, *large]),
+                (MIXED_CHUNK_LENGTHS, steps, [*whole, *large]),
+                (SHORT_LENGTHS, short, able),
             ):
+                lists = (_in_turn(written, family, heads) if family.eight_bits else written) | drawn
                 for name, lengths in lists.items() if large else ():
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
             prompts = chunks | short | DRAWN_UNMASKED_LENGTHS if family.page_rows is None else {}
@@ -314,7 +319,8 @@ def _prompts_with_windows(
     for heads in WINDOW_HEADS[family.head_dim]:
         whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
         if len(whole) > 1:
-            for name, window in itertools.product(PROMPTS_OF_WINDOWS, PROMPT_WINDOWS):
+            names = (*PROMPTS_OF_WINDOWS, *STEPS_OF_WINDOWS) if any(map(_for_mixed, whole)) else PROMPTS_OF_WINDOWS
+            for name, window in itertools.product(names, PROMPT_WINDOWS):
                 shape = PackedShape(*ALL_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), whole
 
@@ -329,9 +335,11 @@ def _drawn_lists(family: Family) -> tuple[dict[str, _Lengths], dict[str, _Length
 
 
 def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
-    """Those that are measured with these heads."""
-    place = CHUNK_HEADS[family.head_dim].index(heads)
-    return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % DRAWN_TURNS == 0}
+    """Those that are measured with these heads: of 8 bits others in pages of each size."""
+    place, turns = CHUNK_HEADS[family.head_dim].index(heads), DRAWN_TURNS
+    if family.eight_bits:
+        place, turns = place + (*PAGE_SIZES, None).index(family.page_rows), EIGHT_BIT_TURNS
+    return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % turns == 0}
 
 
 def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[Variant[Forward]]:

@@ -88,7 +88,8 @@ BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Between the edges of UNEVEN, and beyond the last of them, what stands for lengths that are so uneven; and the heads of
 # a group that stands for all that were not measured.
 UNEVEN_MIDDLES, ANY_GROUP = (1.3, 3.5, 11.0, 40.0), 5
-FEWER_BANDS = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # edges and middles for calls that are rare
+ALL_BANDS = tuple(zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True))  # edges and middles
+FEWER_BANDS = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # the same for calls that are rare
 PROMPT_BANDS = ((UNEVEN[0], UNEVEN_MIDDLES[0]), (None, UNEVEN_MIDDLES[1]))  # and for prompts alone
 # Records of packed sequences that tell of calls between them; fewer are those of single calls.
 ENOUGH = 50
@@ -210,6 +211,8 @@ def table_from_records(records: Iterable[Record]) -> str:
 def rows_from_records(records: Iterable[Record]) -> list[Row]:
     """The rows that records give: for each layout, dtype, head dims and mask by tiles per SM, then by number of keys.
 
+    Pages of sizes that the same modules serve have the same rows, see `_in_boxes`.
+
     Of a record only modules count that can serve every call: that write LSE, and pack no heads. Records fall into the
     bands of BANDS. In a band, among the records of one number of keys, the best module is the one that won all of them,
     else the one with the highest geometric mean of speeds of those that were measured in all. The lengths are taken in
@@ -232,7 +235,23 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     families: dict[Family, list[Record]] = {}
     for record in records:
         families.setdefault(record.problem.family, []).append(record)
-    return [row for family in sorted(families, key=_order) for row in _of_family(family, families[family])]
+    alike: dict[Family, list[Record]] = {}
+    for family, own in families.items():
+        alike.setdefault(_in_boxes(family, families), []).extend(own)
+    return [row for family in sorted(alike, key=_order) for row in _of_family(family, alike[family])]
+
+
+def _in_boxes(family: Family, families: Mapping[Family, Sequence[Record]]) -> Family:
+    """What calls on pages have rows as: pages of the most keys that a module copies at once, and that divide their own.
+
+    The same modules serve both.
+    """
+    if family.page_rows is None:
+        return family
+    every_size = (own for each, own in families.items() if each._replace(page_rows=family.page_rows) == family)
+    specs = (result.spec for own in every_size for record in own for result in record.results)
+    boxes = {spec["load"].get("page_rows") or 1 for spec in specs}
+    return family._replace(page_rows=max(rows for rows in boxes if family.page_rows % rows == 0))
 
 
 def _order(family: Family) -> tuple[Any, ...]:
@@ -261,7 +280,8 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     if any(map(_of_split_keys, many)):
         yield from _of_many_queries(family, packed)
     elif len(packed) >= ENOUGH:
-        yield from _around(family, packed, _groups_of_tiles(packed, MOST_GROUP), PROMPT_BANDS, nearby.MORE_TILES)
+        bands = ALL_BANDS if any(map(_of_mixed, packed)) else PROMPT_BANDS
+        yield from _around(family, packed, _groups_of_tiles(packed, MOST_GROUP), bands, nearby.MORE_TILES)
     else:
         yield from _of_groups(family, many)
         yield from _rows(family, [_Cell(record) for record in many])
@@ -280,7 +300,7 @@ def _of_many_queries(family: Family, records: Sequence[PackedRecord]) -> Iterato
         (AtMost(at_most=group, at_least=group if group > 1 else None), (group,), group) for group in measured
     ]
     groups.append((AtMost(at_most=room), range(1, room + 1), ANY_GROUP))
-    yield from _around(family, records, groups, tuple(zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True)))
+    yield from _around(family, records, groups, ALL_BANDS)
     left = _without_split_keys(records)
     yield from _around(family, left, _groups_of_tiles(records, room), FEWER_BANDS)
 
@@ -348,6 +368,11 @@ def _told(choice: nearby.Choice, records: Sequence[PackedRecord]) -> Shapes:
         runner_up_sha256=digest,
         gpu=", ".join(sorted({records[number].gpu for number in choice.records})),
     )
+
+
+def _of_mixed(record: PackedRecord) -> bool:
+    """Whether modules were measured that are for prompts beside decoding steps."""
+    return any(each.spec.get("order", "by_sequence") != "by_sequence" for each in record.results)
 
 
 def _of_split_keys(record: Record) -> set[_File]:

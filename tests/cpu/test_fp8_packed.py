@@ -26,6 +26,8 @@ NARROW, NARROW_PAGED, WIDE_PAGED = "fwd_fp8_packed_d64_causal", "fwd_fp8_paged_d
 FEW, FEW_PAGED = "fwd_fp8_packed_decode_d128_causal", "fwd_fp8_paged_decode_d128_causal"
 FEWS = [f"fwd_fp8_{layout}_decode_d{dim}_causal" for dim in (64, 256) for layout in ("packed", "paged")]
 WINDOWS = "fwd_fp8_paged_any_window_d128"
+CHUNKS, SMALL_CHUNKS = "fwd_fp8_packed_chunks_d128_causal", "fwd_fp8_paged_chunks_small_d64_causal"
+MIXED = "fwd_fp8_paged_mixed_any_group_d128_causal"
 ROWS = {dim: f"fwd_fp8_paged_rows_d{dim}_causal" for dim in (64, 128, 256)}
 FEW_ROWS = {dim: f"fwd_fp8_paged_decode_rows_d{dim}_causal" for dim in ROWS}
 # More keys than queries, the other way round, without queries, without keys, without both.
@@ -158,7 +160,7 @@ def test_single_rows_give_the_same_bits_in_pages_of_any_size(stem: str, boxes: s
     assert out.equal(wanted) and lse.equal(wanted_lse)
 
 
-@pytest.mark.parametrize("stem", [PACKED, NARROW, WHOLE, FEW, *FEWS[::2]])
+@pytest.mark.parametrize("stem", [PACKED, NARROW, WHOLE, FEW, *FEWS[::2], CHUNKS])
 def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
     """Both NaNs of 8 bits before, between and behind the rows in use: their P is 0, and 0 times NaN is NaN."""
     q, k, v = tensors(stem)
@@ -181,6 +183,7 @@ def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
     [
         *((PACKED, kind) for kind in ("stride 0", "in larger tensors", "one of them")),
         *((stem, "of heads") for stem in (PAGED, NARROW, WHOLE, FEW, FEW_PAGED, *FEWS, ROWS[64], ROWS[128])),
+        *((stem, "of heads") for stem in (CHUNKS, SMALL_CHUNKS, MIXED)),
     ],
 )
 def test_factors_are_of_a_sequence_and_a_head(stem: str, kind: str) -> None:
@@ -252,6 +255,17 @@ MISTAKES = {
     "rows that are not there": (FEW_ROWS[64], "exists[0, 0] = place >= 0", "exists[0, 0] = place >= -1"),
     "the swizzle of 128 bytes for one of 64": (ROWS[64], "unit ^ row_of_lane // 2,", "unit ^ row_of_lane % 4,"),
     "columns of parts in the order of V transposed": (FEW, "    acc_O = in_order_of_columns(acc_O)\n", ""),
+    "columns of whole tiles in that order": (MIXED, "in_order_of_columns(acc_O), work", "acc_O, work"),
+    "Q by the box of another number of heads": (
+        CHUNKS,
+        "if 1 << work.pack_log2 == pack:",
+        "if 2 << work.pack_log2 == pack:",
+    ),
+    "a factor of K of a tile's first head": (
+        MIXED,
+        "k_descale[work.sequence, work.head_kv]",
+        "k_descale[work.sequence, work.head_kv // 2]",
+    ),
     "LSE of P times 256": (FEW, "fastmath=True) - P_EXPONENT\n", "fastmath=True)\n"),
 }
 

@@ -58,6 +58,8 @@ DECODING = [
 ]  # sequences of one query, keys, heads of q and of k and v
 # Head dims, and query heads and heads of k and v, as models have them; and those of prompts without groups.
 MODELS = ((64, 64, 8), (64, 20, 5), (128, 32, 8), (128, 40, 8), (128, 64, 8), (128, 28, 4), (128, 96, 8), (256, 16, 8))
+# What calls of serving engines consist of: the first three are drawn in 16 bits, all of them in 8.
+KINDS = ("drafts", "chunks", "steps and a chunk", "steps", "prompts")
 ALONE = ((64, 16, 16), (128, 16, 16), (128, 32, 32), (256, 8, 8))
 MOST_TOKENS, MOST_SCORES = 65_536, 2**37  # of a drawn prompt's call; scores of all heads, times the head dim
 
@@ -174,11 +176,12 @@ def problem_of(
     page: int | None = None,
     window: tuple[int, int] | None = None,
     kv_dtype: Any = None,
+    dtype: Any = "bf16",
 ) -> PackedProblem:
-    """A problem of bfloat16 queries."""
+    """A problem of queries of a dtype, and of keys of the same one or of another."""
     layout: Any = "packed" if page is None else "paged"
     mask = mask if window is None else WindowMask()
-    family = Family("bf16", head_dim, head_dim, mask, layout=layout, page_rows=page, kv_dtype=kv_dtype)
+    family = Family(dtype, head_dim, head_dim, mask, layout=layout, page_rows=page, kv_dtype=kv_dtype)
     return PackedProblem.of(family, name, PackedShape(*map(tuple, lengths), *heads, window=window))
 
 
@@ -319,27 +322,29 @@ def drawn_heads(at: random.Random, models: Sequence[tuple[int, int, int]]) -> tu
     return head_dim, (heads_q // parts, heads_kv // parts)
 
 
-def drawn(asked: argparse.Namespace) -> Cells:
+def drawn(asked: argparse.Namespace, kinds: Sequence[str] = KINDS[:3], dtype: Any = "bf16") -> Cells:
     """Calls at random: heads of a model, divided among GPUs, and steps as an engine makes them."""
     for number in range(asked.drawn):
         at = random.Random(asked.seed * 1_000_000 + number)
         head_dim, heads = drawn_heads(at, MODELS)
-        kind = ("drafts", "chunks", "steps and a chunk")[number % 3]
+        kind = kinds[number % len(kinds)]
         longest = 2 ** at.uniform(10, 15)
         if kind == "drafts":
             queries = [at.choice((2, 3, 4, 5, 6, 8, 12, 16))] * at.choice((1, 2, 4, 8, 16, 32, 64))
         elif kind == "chunks":
             queries = packed_cells.drawn_chunks(at)
-        else:
+        elif kind == "steps and a chunk":
             queries = packed_cells.drawn_steps(at)
-        keys = packed_cells.drawn_keys(at, queries, longest)
-        page = at.choice((16, 32, 64, 128))
-        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page)
-        least, most = min(keys), max(keys)
-        label = (
-            f"{kind}: {len(queries)} of up to {max(queries)} on {least} to {most}, d{head_dim} {heads[0]}/{heads[1]}, "
-        )
-        yield f"{label}pages of {page}", functools.partial(packed_ways, problem)
+        elif kind == "steps":
+            queries = [1] * at.choice((1, 2, 4, 8, 16, 32, 64, 128))
+        else:
+            queries = [int(longest * 2 ** at.uniform(-4, 0)) for _ in range(at.choice((1, 2, 4, 8)))]
+        keys = queries if kind == "prompts" else packed_cells.drawn_keys(at, queries, longest)
+        page = None if kind == "prompts" else at.choice((16, 32, 64, 128))
+        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page, dtype=dtype)
+        label = f"{kind}: {len(queries)} of up to {max(queries)} on {min(keys)} to {max(keys)}"
+        where = "packed" if page is None else f"pages of {page}"
+        yield f"{label}, d{head_dim} {heads[0]}/{heads[1]}, {where}", functools.partial(packed_ways, problem)
 
 
 def prompts(asked: argparse.Namespace) -> Cells:
@@ -397,6 +402,9 @@ SECTIONS = {
         (OURS, CUDNN, FA3), (Ratio("over the best", OURS, (CUDNN, FA3), 1.0), Ratio("over FA3", *_OVER_FA3, 1.0)), fp8
     ),
     "drawn": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), drawn),
+    "drawn8": Section(
+        (OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), functools.partial(drawn, kinds=KINDS, dtype="e4m3")
+    ),
     "prompts": Section((OURS, FA3, CUDNN), (Ratio("over the best", OURS, (FA3, CUDNN), 0.9),), prompts),
 }
 
@@ -453,7 +461,7 @@ def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
     for label, make in section.cells(asked):
         ways = make()
         if name not in ("decode", "cache8"):  # of other numbers in pages, or of those that were rounded to 8 bits
-            tolerance = 0.1 if name == "fp8" else 0.03  # P has 8 bits there, and cuDNN's O
+            tolerance = 0.1 if name in ("fp8", "drawn8") else 0.03  # P has 8 bits there, and cuDNN's O
             differing = check_alike({way: ways[way] for way in ways if way != "dense"}, label, tolerance)
             label += "".join(f" ({peer} computes something else)" for peer in differing)
         took, shown = microseconds(ways, device), []
