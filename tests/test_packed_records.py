@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from fa3gen.base.errors import UserError
 from fa3gen.cli import app
 from fa3gen.design.family import Family, PackedShape
+from fa3gen.design.footprint import page_rows
 from fa3gen.design.workspace import Workspace
 from fa3gen.measure import packed_cells
 from fa3gen.records import dispatch_table, packed_records
 from fa3gen.records.packed_records import PackedProblem, PackedRecord
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import UNEVEN, AtMost, Size
-from fa3gen.spec.model import CausalMask
+from fa3gen.spec.model import CausalMask, WindowMask
 from fa3gen.spec.specfile import attention_only
 
 D128, PACK4 = "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"
@@ -128,9 +129,10 @@ def test_the_cells_that_are_measured() -> None:
     assert steps and all(" decode" in label or " draft" in label for label in steps)
     assert set() < {label for label in prompts if " sink " in label} < prompts < set(windowed)
     for label, able in windowed.items():
-        # Neither 16/16 heads nor pages of a row nor sinks have one for several heads beside one for a single head; of 8
-        # bits there is one for any group.
-        single = " pages 1 " in label or " sink " in label or (label.endswith("heads 16") and "e4m3" not in label)
+        # Neither 16/16 heads nor pages of a row nor sinks have one for several heads beside one for a single head; in
+        # pages there is one for any group, and packed sequences have none for groups of 2 and 7.
+        single = " pages 1 " in label or " sink " in label
+        single = single or (" packed " in label and " d128 " in label and label.endswith(("heads 16", "16/8", "28/4")))
         assert bool(able & several) == (label in prompts and not single), label
         assert (label in prompts) != any("decode" in stem for stem in able), label
         assert label not in prompts or len(able) > 1, label
@@ -198,7 +200,10 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
         for label, able in cells.items()
         if able & stems and label not in mixed
     )
-    found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
+    found = {
+        tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label and " window" not in label)
+        for dim in (64, 128, 256)
+    }
     wanted = {
         64: ("16", "64/8", "8/1", "20/5"),
         128: ("16", "32/8", "40/8", "64/8", "96/8", "8/1", "10/2", "12/1", "28/4"),
@@ -574,6 +579,41 @@ def test_pages_have_rows_by_what_their_size_is_a_multiple_of(tmp_path: Path) -> 
         256: PAGES_OF_64,
         1000: SINGLE_ROWS,
     }
+
+
+def test_pages_that_the_same_modules_serve_have_the_same_rows() -> None:
+    """Those of the most keys that a module copies at once; records of all of them tell which is best."""
+    of_16 = record([300] * 400, {PAGES: 500.0, SINGLE_ROWS: 490.0}, page=16)
+    of_64 = record([300] * 400, {PAGES: 400.0, SINGLE_ROWS: 490.0}, page=64)
+    assert [(row.page_rows, row.module) for row in dispatch_table.rows_from_records([of_16, of_64])] == [
+        (16, SINGLE_ROWS)
+    ]
+    (row,) = dispatch_table.rows_from_records([of_16])
+    assert (row.page_rows, row.module) == (16, PAGES)
+    boxes: dict[tuple[Any, ...], set[int]] = {}
+    for variant in packed_cells.packed_modules(CHECKOUT):
+        boxes.setdefault(kind_of(Family.of(variant.spec)), set()).add(page_rows(variant.spec) or 1)
+    found = [row for row in dispatch.read_table(dispatch.table_path(CHECKOUT)).rows if row.layout == "paged"]
+    assert found and all(row.page_rows in boxes[kind_of(row.family)] for row in found)
+
+
+def kind_of(family: Family) -> tuple[Any, ...]:
+    """What calls in pages of different sizes agree in."""
+    return family.dtype, family.kv_dtype, family.head_dim, family.mask.kind, family.keywords
+
+
+def test_a_chunk_beside_steps_in_windows_has_a_module_that_reads_keys_once_for_a_group() -> None:
+    """By groups that were measured, and by how uneven lengths are."""
+    family = Family("bf16", 128, 128, WindowMask(left=1023, right=0), layout="paged", page_rows=16)
+    served = {
+        (group, mean): dispatch.choose(
+            family, Size(2048, 64 * 4, 132, group, 512, mean_queries=mean), lse=True, workspace=CHECKOUT
+        ).stem
+        for group in (1, 7, 8)
+        for mean in (9, 512)
+    }
+    one, any_group = "fwd_paged_any_window_d128", "fwd_paged_mixed_any_window_d128"
+    assert served == {(group, mean): any_group if mean == 9 and group > 1 else one for group, mean in served}
 
 
 def test_the_table_that_the_command_writes_is_the_one_that_calls_go_by(

@@ -233,7 +233,11 @@ CHUNK_HEADS = {
     256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
 }
 # And of prompts with windows: with groups that tiles of several heads hold.
-WINDOW_HEADS = {64: ((32, 8), (64, 8)), 128: ((16, 16), (32, 8), (64, 8)), 256: ((16, 8), (16, 4))}
+WINDOW_HEADS = {
+    64: ((32, 8), (64, 8)),
+    128: ((16, 16), (16, 8), (28, 4), (32, 8), (64, 8)),
+    256: ((16, 8), (16, 4)),
+}
 
 
 def packed_modules(workspace: Workspace, named: Iterable[Variant] = ()) -> Iterator[Variant[Forward]]:

@@ -88,9 +88,12 @@ BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Between the edges of UNEVEN, and beyond the last of them, what stands for lengths that are so uneven; and the heads of
 # a group that stands for all that were not measured.
 UNEVEN_MIDDLES, ANY_GROUP = (1.3, 3.5, 11.0, 40.0), 5
-ALL_BANDS = tuple(zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True))  # edges and middles
-FEWER_BANDS = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # the same for calls that are rare
-PROMPT_BANDS = ((UNEVEN[0], UNEVEN_MIDDLES[0]), (None, UNEVEN_MIDDLES[1]))  # and for prompts alone
+_UnevenBands = tuple[tuple[float | None, float], ...]  # edges and middles
+ALL_BANDS: _UnevenBands = tuple(zip((*UNEVEN, None), UNEVEN_MIDDLES, strict=True))
+EVEN_BANDS = 2  # of these for prompts, up to EVEN; the others for prompts beside decoding steps
+EVEN = UNEVEN[EVEN_BANDS - 1]
+FEWER_BANDS: _UnevenBands = ((UNEVEN[1], UNEVEN[0]), (None, UNEVEN_MIDDLES[-1]))  # for calls that are rare
+PROMPT_BANDS: _UnevenBands = ((UNEVEN[0], UNEVEN_MIDDLES[0]), (None, UNEVEN_MIDDLES[1]))  # and for prompts alone
 # Records of packed sequences that tell of calls between them; fewer are those of single calls.
 ENOUGH = 50
 MOST_GROUP = 16  # query heads of a kv head, as models have them
@@ -228,7 +231,8 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     to as many and above: there, of packed ones, for the very groups that were measured first.
 
     Calls with more queries of packed sequences have rows of their own where modules that split keys were measured with
-    them: by what all records around say, see `_of_many_queries`. Others have rows for groups of heads: where modules
+    them: by what all records around say, see `_of_many_queries`. So have those with windows where modules for prompts
+    beside decoding steps were. Others have rows for groups of heads: where modules
     whose tiles hold several heads serve best the groups that are multiples of as many, as measured with such groups,
     these rows come first.
     """
@@ -280,8 +284,14 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     if any(map(_of_split_keys, many)):
         yield from _of_many_queries(family, packed)
     elif len(packed) >= ENOUGH:
-        bands = ALL_BANDS if any(map(_of_mixed, packed)) else PROMPT_BANDS
-        yield from _around(family, packed, _groups_of_tiles(packed, MOST_GROUP), bands, nearby.MORE_TILES)
+        groups = _groups_of_tiles(packed, MOST_GROUP)
+        if not any(map(_of_mixed, packed)):
+            yield from _around(family, packed, groups, PROMPT_BANDS, nearby.MORE_TILES)
+            return
+        groups = [*_measured_groups(packed), *groups]
+        even = [record for record in packed if size_of(record).unevenness <= EVEN]  # steps tell nothing of prompts
+        yield from _around(family, even, groups, ALL_BANDS[:EVEN_BANDS], nearby.MORE_TILES)
+        yield from _around(family, packed, groups, ALL_BANDS[EVEN_BANDS:], nearby.MORE_TILES)
     else:
         yield from _of_groups(family, many)
         yield from _rows(family, [_Cell(record) for record in many])
@@ -295,11 +305,7 @@ def _of_many_queries(family: Family, records: Sequence[PackedRecord]) -> Iterato
     tile may hold, for one head of its own, and for any group.
     """
     room = max(_most_heads(result.spec) for record in records for result in record.results)
-    measured = sorted({record.problem.group for record in records})
-    groups: list[_Groups] = [
-        (AtMost(at_most=group, at_least=group if group > 1 else None), (group,), group) for group in measured
-    ]
-    groups.append((AtMost(at_most=room), range(1, room + 1), ANY_GROUP))
+    groups = [*_measured_groups(records), (AtMost(at_most=room), range(1, room + 1), ANY_GROUP)]
     yield from _around(family, records, groups, ALL_BANDS)
     left = _without_split_keys(records)
     yield from _around(family, left, _groups_of_tiles(records, room), FEWER_BANDS)
@@ -307,6 +313,12 @@ def _of_many_queries(family: Family, records: Sequence[PackedRecord]) -> Iterato
 
 # Groups of heads that rows are for: their condition, groups that modules have to serve, and one that stands for all.
 _Groups = tuple[AtMost | Multiples | None, Collection[int], int]
+
+
+def _measured_groups(records: Iterable[PackedRecord]) -> list[_Groups]:
+    """Each group that was measured, from the smallest on."""
+    measured = sorted({record.problem.group for record in records})
+    return [(AtMost(at_most=group, at_least=group if group > 1 else None), (group,), group) for group in measured]
 
 
 def _groups_of_tiles(records: Iterable[PackedRecord], room: int) -> list[_Groups]:
