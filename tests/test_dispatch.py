@@ -990,6 +990,10 @@ def test_modules_of_causal_masks_serve_such_windows() -> None:
 
     assert chosen(family, size) == chosen(family._replace(mask=CausalMask()), size) == "fwd_d128_causal"
     assert chosen(family, replace(size, is_causal=False)) == "fwd_d128_any_window"
+    told = "  as    a causal mask: no sequence has more keys than the window reaches back over"
+    for like_causal in (True, False):
+        found = dispatch.choose(family, replace(size, is_causal=like_causal), lse=True, workspace=CHECKOUT)
+        assert (told in str(found).splitlines()) == like_causal
     packed = family._replace(layout="packed")
     assert "window" in chosen(packed, replace(size, own_bits=True)) and "window" not in chosen(packed, size)
 

@@ -480,8 +480,9 @@ class Choice:
 
     `measured` says in words what is known of the row's module and of its runner-up, `size` what was asked for, and
     `around` which other sizes have the same choice. `options` is what a call of the module has to say beside that.
-    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length. `parts` says in how
-    many parts the keys of the call come, and why, where its shape is known.
+    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length. `as_causal`: the
+    call's window hides what a causal mask hides. `parts` says in how many parts the keys of the call come, and why,
+    where its shape is known.
     """
 
     stem: str
@@ -495,6 +496,7 @@ class Choice:
     around: Stretch = Stretch()
     options: Mapping[str, Any] = field(default_factory=dict)
     as_packed: bool = False
+    as_causal: bool = False
     parts: str | None = None
 
     def __str__(self) -> str:
@@ -506,6 +508,8 @@ class Choice:
             lines.append(f"  for   {self.size}")
         if self.as_packed:
             lines.append("  as    packed sequences of one length, which dense tensors are without a copy of k and v")
+        if self.as_causal:
+            lines.append("  as    a causal mask: no sequence has more keys than the window reaches back over")
         if self.parts is not None:
             lines.append(f"  parts {self.parts}")
         lines.append(f"  why   {self.reason}")
@@ -528,7 +532,8 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
     if size.is_causal and family.part_keys is None:
         with contextlib.suppress(NoKernel):
             causal = family._replace(mask=CausalMask())
-            return choose(causal, replace(size, is_causal=False), lse=lse, workspace=workspace)
+            found = choose(causal, replace(size, is_causal=False), lse=lse, workspace=workspace)
+            return replace(found, as_causal=True)
     if size.in_rows and may_be_packed(family, size.queries, size.parts):
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)
