@@ -4,11 +4,11 @@
 
 times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, for 8
 bits with the package nvidia-cudnn-frontend, from CUDA graphs in rounds of shuffled order, in one process. Sections:
-packed, paged, windows, decode, mixed, cache8, fp8, and two of calls at random, the same ones for a seed: drawn, of
-serving engines (drafts, chunks of prompts, chunks beside steps), and prompts (dense, packed, with windows). First all
-modules that the calls take are compiled, as many at once as there are cores; --list ends behind that. A line for each
-call has microseconds, and the ratios of speeds that the section is about; behind them come geometric means, the least,
-and how many are below what is asked.
+packed, paged, windows, decode, mixed, cache8, fp8, and three of calls at random, the same ones for a seed: drawn, of
+serving engines (drafts, chunks of prompts, chunks beside steps), drawn8, the same with 8 bits, steps and prompts, too,
+and prompts (dense, packed, with windows). First all modules that the calls take are compiled, as many at once as there
+are cores; --list ends behind that. A line for each call has microseconds, and the ratios of speeds that the section is
+about; behind them come geometric means, the least, and how many are below what is asked.
 """
 
 from __future__ import annotations
@@ -487,7 +487,7 @@ def main() -> None:
     """Compile, measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("sections", nargs="*", help="those to measure; all if none is named", metavar="SECTION")
-    parser.add_argument("--drawn", type=int, default=60, help="calls of the sections drawn and prompts")
+    parser.add_argument("--drawn", type=int, default=60, help="calls of the sections drawn, drawn8 and prompts")
     parser.add_argument("--seed", type=int, default=0, help="of these calls")
     parser.add_argument("--list", action="store_true", help="compile, and time nothing")
     asked = parser.parse_args()
