@@ -39,6 +39,9 @@ VECTOR_BYTES = 16  # of the widest access of a thread
 WGMMA_STEP_INSTRUCTIONS, WGMMA_INSTRUCTIONS = 45, 3.6
 # To give back a stage of V transposed by one arrival of a warp: WARPSYNC, ELECT, PLOP3, a branch and what fills it up.
 ELECTED_RELEASE = 5
+# And for descriptors of more than 64 columns of V transposed, and of Q and K beside these, which ptxas makes anew in
+# uniform registers in some of these kernels; as compiled, 1 to 34 (k7 and fwd_fp8_* at head dims 128 and 256).
+DESCRIPTORS_ANEW, FEW_COLUMNS = 12, 64
 # The vote and the branch around the rescaling, where O is rescaled now and then. As compiled: fwd_d192, fwd_d256.
 VOTE_INSTRUCTIONS = 45
 # Of a score: maximum, multiply-add, exponential, sum, and half a conversion of two values to 16 bits.
@@ -284,8 +287,10 @@ def issue_instructions(spec: Forward) -> float:
     """What issuing the products of a step takes, and all that is no arithmetic."""
     depths = ((spec.qk, spec.problem.head_dim), (spec.pv, spec.tile.kv * footprint.stripes(spec)))
     issued = sum(k // spec.element.wgmma_k for product, k in depths if isinstance(product, WgmmaProduct))
-    released = ELECTED_RELEASE * footprint.transposes(spec)
-    return WGMMA_STEP_INSTRUCTIONS + WGMMA_INSTRUCTIONS * issued + released
+    transposed: float = 0
+    if footprint.transposes(spec):
+        transposed = ELECTED_RELEASE + DESCRIPTORS_ANEW * (spec.problem.v_dim > FEW_COLUMNS)
+    return WGMMA_STEP_INSTRUCTIONS + WGMMA_INSTRUCTIONS * issued + transposed
 
 
 # -- bytes
