@@ -350,7 +350,7 @@ def test_keys_in_parts_are_those_of_packed_sequences(lying: str) -> None:
     size = Size(16384, Shape(1, 300, 16384, 16, 4).tiles, 132, 4, 300, parts=3, in_rows=lying != "apart")
     if lying == "in rows":
         choice = dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
-        assert choice.stem == "fwd_fp8_packed_decode_d128_causal" and choice.as_packed
+        assert choice.stem == "fwd_fp8_packed_chunks_small_d128_causal" and choice.as_packed
     else:
         with pytest.raises(NotPossible, match="keys in 3 parts; .*Nor can one be rendered"):
             dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
