@@ -124,7 +124,7 @@ def test_every_template_is_used() -> None:
 # Short enough to be read
 
 MOST_LINES = 150  # of a section
-MOST_LINES_IN_ALL = 10760
+MOST_LINES_IN_ALL = 10740
 
 
 def test_sections_are_short() -> None:

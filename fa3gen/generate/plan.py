@@ -390,6 +390,16 @@ class LoadPlan:
         return self.ahead > 1
 
     @property
+    def q_stage(self) -> str:
+        """Where a function that copies Q puts it: into the stage that it is told, or the only one."""
+        return "stage" if self.q_ring else "0"
+
+    @property
+    def q_copied_to(self) -> str:
+        """Its parameters for that, the barrier with it."""
+        return "stage, q_full" if self.q_ring else "q_full"
+
+    @property
     def reads_entries(self) -> bool:
         """Whether entries of the table are read before they say where single rows lie."""
         return self.runs_ahead or self.together
@@ -654,6 +664,7 @@ class OutputPlan:
     `smem_dtype` is that for its dtype there.
     `own_dtype`: another one than that of q, k and v. `torch_name` is its dtype's in the module; `needed_name` is that
     of the dtype which a check asks of any tensor of a call. `clipped`: what of O is clipped where its sequence ends.
+    `in_order`: O in registers, with its columns in the order in which they are stored from there.
     """
 
     place: Literal["over_q", "own_buffer", "direct"]
@@ -664,6 +675,7 @@ class OutputPlan:
     torch_name: str
     needed_name: str
     clipped: str
+    in_order: str
 
 
 @dataclass(frozen=True)
@@ -1278,7 +1290,8 @@ def _output(spec: Forward) -> OutputPlan:
     smem = "sQ" if _smem(spec).o is None else "sO"
     smem_dtype = "OUT_DTYPE" if footprint.eight_bits(spec) else "DTYPE"
     clipped = "out, OUT_AROUND" if footprint.eight_bits(spec) else "out"
-    return OutputPlan(spec.outputs.o, smem, smem_dtype, packed_rows if packed else rows, own, *names, clipped)
+    in_order = "in_order_of_columns(acc_O)" if footprint.transposes(spec) else "acc_O"
+    return OutputPlan(spec.outputs.o, smem, smem_dtype, packed_rows if packed else rows, own, *names, clipped, in_order)
 
 
 def _load(spec: Forward) -> LoadPlan:
