@@ -17,16 +17,16 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 32 keys per step
-    loads      TMA; Q once, K and V in rings of 6 stages, those made of them in rings of 2 stages
+    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 64 keys per step
+    loads      TMA; Q once, K and V in rings of 2 stages, those made of them in rings of 2 stages
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     schedule   two warps load, 4 convert, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     8 bits     K and V are float8_e4m3fn in memory and bfloat16, exactly, in both products; factors outside
-    S = Q K^T  16 wgmma m64n32k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  16 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    2 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    4 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   in equal shares of all tiles of keys of all sequences; of each part from the last one to the first
     output     of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up
     q order    a CTA per SM; each has those of its share, of which the first and the last may be parts
@@ -37,27 +37,27 @@ Threads
     producer: 1 warpgroup, 56 registers; warp 4 copies Q and K, warp 5 copies V, warp 6 finds the tiles (TMA)
     converters: 1 warpgroup, 128 registers; warps 8 and 9 convert K, warps 10 and 11 convert V
     consumers: 1 warpgroup, 256 registers; 64 query rows each
-        about 176 registers each: O 128, S 16, P 8, other 24
+        about 200 registers each: O 128, S 32, P 16, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
     q     1       TMA, from warp 4 -> 4 warps  32768 bytes  4 arrivals
-    k8    6       TMA, from warp 4 -> 2 warps  8192 bytes   2 arrivals
+    k8    2       TMA, from warp 4 -> 2 warps  16384 bytes  2 arrivals
     k     2       warps 8 and 9 -> 4 warps     2 arrivals   128 arrivals
-    v8    6       TMA, from warp 5 -> 2 warps  8192 bytes   2 arrivals
+    v8    2       TMA, from warp 5 -> 2 warps  16384 bytes  2 arrivals
     v     2       warps 10 and 11 -> 4 warps   2 arrivals   128 arrivals
     tile  2       warp 6 -> 10 warps           1 arrival    10 arrivals
 
 Shared memory
     offset   bytes  what
          0   32768  sQ        64 x 256 x 2: Q
-     32768   49152  sK8       6 stages x 32 x 256 x 1: K as it lies in memory
-     81920   49152  sV8       6 stages x 32 x 256 x 1: V as it lies in memory
-    131072   32768  sK        2 stages x 32 x 256 x 2: K
-    163840   32768  sV        2 stages x 32 x 256 x 2: V
-    196608      96  tiles     2 x 12 x 4: tiles of the CTA's share
-    196704     304  barriers  38 mbarriers
-            197632  total     of 232448 per CTA
+     32768   32768  sK8       2 stages x 64 x 256 x 1: K as it lies in memory
+     65536   32768  sV8       2 stages x 64 x 256 x 1: V as it lies in memory
+     98304   65536  sK        2 stages x 64 x 256 x 2: K
+    163840   65536  sV        2 stages x 64 x 256 x 2: V
+    229376      96  tiles     2 x 12 x 4: tiles of the CTA's share
+    229472     176  barriers  22 mbarriers
+            230400  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -121,7 +121,7 @@ TILE_M = 64  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head; row r of a tile is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 32  # keys per step
+TILE_N = 64  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -133,7 +133,7 @@ CONVERTER_WARPS = 2 * CONVERTERS  # that convert K, and as many V
 V_CONVERTER_WARP = CONSUMER_WARPS + 4 + CONVERTER_WARPS  # the first of these
 CONVERTER_REGISTERS = 128  # see below
 KV_DTYPE, TORCH_KV_DTYPE = cutlass.Float8E4M3FN, torch.float8_e4m3fn  # of K and V in memory
-STORED_STAGES = 6  # tiles of these in flight or in use
+STORED_STAGES = 2  # tiles of these in flight or in use
 UNIT_ELEMENTS = 8  # that a thread converts at once, from 8 bytes to 16
 UNITS_AT_ONCE = 16  # that it has read before it converts one
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1

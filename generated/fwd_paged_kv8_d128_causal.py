@@ -21,7 +21,7 @@ Decisions
     loads      TMA; Q in 2 buffers, K and V in rings of 2 stages, those made of them in rings of 2 stages
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
-    schedule   two warps load, 4 convert, 2 warpgroups multiply; S of the next tile and P V run beside the softmax
+    schedule   two warps load, 8 convert, 2 warpgroups multiply; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     8 bits     K and V are float8_e4m3fn in memory and bfloat16, exactly, in both products; factors outside
     S = Q K^T  8 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
@@ -33,21 +33,21 @@ Decisions
     q order    a CTA per SM; each draws its next tile from a counter, and a warp looks where that lies
 
 Threads
-    512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 40 + 1 x 56 + 2 x 208 = 512 of 4 x
-        128 = 512
+    640 threads, 20 warps, launched with 96 registers each; setmaxnreg moves them: 40 + 2 x 40 + 2 x 176 = 472 of 5 x 96
+        = 480
     producer: 1 warpgroup, 40 registers; warp 8 copies Q and K, warp 9 copies V, warp 10 finds the tiles (TMA)
-    converters: 1 warpgroup, 56 registers; warps 12 and 13 convert K, warps 14 and 15 convert V
-    consumers: 2 warpgroups, 208 registers; 64 query rows each
+    converters: 2 warpgroups, 40 registers; warps 12 to 15 convert K, warps 16 to 19 convert V
+    consumers: 2 warpgroups, 176 registers; 64 query rows each
         about 160 registers each: O 64, S 48, P 24, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
     q     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
-    k8    2       TMA, from warp 8 -> 2 warps  12288 bytes  2 arrivals
-    k     2       warps 12 and 13 -> 8 warps   2 arrivals   256 arrivals
-    v8    2       TMA, from warp 9 -> 2 warps  12288 bytes  2 arrivals
-    v     2       warps 14 and 15 -> 8 warps   2 arrivals   256 arrivals
-    tile  2       warp 10 -> 14 warps          1 arrival    14 arrivals
+    k8    2       TMA, from warp 8 -> 4 warps  12288 bytes  4 arrivals
+    k     2       warps 12 to 15 -> 8 warps    4 arrivals   256 arrivals
+    v8    2       TMA, from warp 9 -> 4 warps  12288 bytes  4 arrivals
+    v     2       warps 16 to 19 -> 8 warps    4 arrivals   256 arrivals
+    tile  2       warp 10 -> 18 warps          1 arrival    18 arrivals
 
 Shared memory
     offset   bytes  what
@@ -62,51 +62,51 @@ Shared memory
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
-       1  warp 8           wait tile_full                                the one that warp 10 has found
-       2  warp 9           wait tile_full, arrive tile_empty             the one that warp 10 has found
-       3  warp 10          wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
-       4  warps 12 and 13  wait tile_full, arrive tile_empty             the one that warp 10 has found
-       5  warps 14 and 15  wait tile_full, arrive tile_empty             the one that warp 10 has found
-       6  consumers        wait tile_full, arrive tile_empty             the one that warp 10 has found
-       7  consumers        wait q_full                                   Q has landed
-       8  consumers        wait k_full, S = Q K^T                        by wgmma, for the first step, alone
-       9  consumers        wait_group 0, arrive k_empty                  S is complete, K has been read
+       1  warp 8          wait tile_full                                the one that warp 10 has found
+       2  warp 9          wait tile_full, arrive tile_empty             the one that warp 10 has found
+       3  warp 10         wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
+       4  warps 12 to 15  wait tile_full, arrive tile_empty             the one that warp 10 has found
+       5  warps 16 to 19  wait tile_full, arrive tile_empty             the one that warp 10 has found
+       6  consumers       wait tile_full, arrive tile_empty             the one that warp 10 has found
+       7  consumers       wait q_full                                   Q has landed
+       8  consumers       wait k_full, S = Q K^T                        by wgmma, for the first step, alone
+       9  consumers       wait_group 0, arrive k_empty                  S is complete, K has been read
     per tile:
-      10  warp 8           wait q_empty, load Q                          by TMA, when its place is free
-      11  warp 10          wait tile_empty, draw                         the next tile, when K of this one is on its way
-      12  warp 10          arrive tile_full                              where it lies
-      13  consumers        mask                                          of the first step, with the end of the keys
-      14  consumers        softmax, round P                              P = 2^(S - max), in 16 bits
+      10  warp 8          wait q_empty, load Q                          by TMA, when its place is free
+      11  warp 10         wait tile_empty, draw                         the next tile, when K of this one is on its way
+      12  warp 10         arrive tile_full                              where it lies
+      13  consumers       mask                                          of the first step, with the end of the keys
+      14  consumers       softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      15  warp 8           wait k8_empty, load K                         by TMA, boxes of 16 keys, when free
-      16  warp 9           wait v8_empty, load V                         by TMA, boxes of 16 keys, zeros behind all
-      17  warps 12 and 13  wait k8_full, wait k_empty, convert           to 16 bits, swizzled as wgmma reads them
-      18  warps 12 and 13  arrive k8_empty, arrive k_full                a fence shows the tile to wgmma
-      19  warps 14 and 15  wait v8_full, wait v_empty, convert           to 16 bits, swizzled as wgmma reads them
-      20  warps 14 and 15  arrive v8_empty, arrive v_full                a fence shows the tile to wgmma
-      21  consumers        wait k_full, S = Q K^T                        by wgmma, of a step other than the first
-      22  consumers        wait v_full, O += P V                         by wgmma, of the step before
-      23  consumers        wait_group 1, arrive k_empty                  S is complete, P V runs on
-      24  consumers        mask                                          boundary tiles only
-      25  consumers        softmax                                       P = 2^(S - max) and sums
-      26  consumers        wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
-      27  consumers        rescale, round P                              O to the new maxima; P in 16 bits
+      15  warp 8          wait k8_empty, load K                         by TMA, boxes of 16 keys, when free
+      16  warp 9          wait v8_empty, load V                         by TMA, boxes of 16 keys, zeros behind all
+      17  warps 12 to 15  wait k8_full, wait k_empty, convert           to 16 bits, swizzled as wgmma reads them
+      18  warps 12 to 15  arrive k8_empty, arrive k_full                a fence shows the tile to wgmma
+      19  warps 16 to 19  wait v8_full, wait v_empty, convert           to 16 bits, swizzled as wgmma reads them
+      20  warps 16 to 19  arrive v8_empty, arrive v_full                a fence shows the tile to wgmma
+      21  consumers       wait k_full, S = Q K^T                        by wgmma, of a step other than the first
+      22  consumers       wait v_full, O += P V                         by wgmma, of the step before
+      23  consumers       wait_group 1, arrive k_empty                  S is complete, P V runs on
+      24  consumers       mask                                          boundary tiles only
+      25  consumers       softmax                                       P = 2^(S - max) and sums
+      26  consumers       wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
+      27  consumers       rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      28  warp 8           arrive tile_empty                             K is on its way: it is time to draw
-      29  warp 8           wait tile_full                                the one that warp 10 has found
-      30  warp 9           next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      31  warps 12 and 13  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      32  warps 14 and 15  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      33  consumers        arrive q_empty                                Q has been read
-      34  consumers        next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      35  consumers        wait v_full                                   the last V has landed
-      36  consumers        wait q_full, wait k_full                      so have the next tile's Q and first K
-      37  consumers        O += P V                                      by wgmma, of the last step
-      38  consumers        S = Q K^T                                     by wgmma, of the next tile's first step
-      39  consumers        wait_group 1, arrive v_empty                  O is complete; the next S runs on
-      40  consumers        store LSE                                     from registers, if asked for
-      41  consumers        store O                                       from registers, 16 bytes at a time
-      42  consumers        wait_group 0, arrive k_empty                  the next tile's first S is complete
+      28  warp 8          arrive tile_empty                             K is on its way: it is time to draw
+      29  warp 8          wait tile_full                                the one that warp 10 has found
+      30  warp 9          next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      31  warps 12 to 15  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      32  warps 16 to 19  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      33  consumers       arrive q_empty                                Q has been read
+      34  consumers       next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      35  consumers       wait v_full                                   the last V has landed
+      36  consumers       wait q_full, wait k_full                      so have the next tile's Q and first K
+      37  consumers       O += P V                                      by wgmma, of the last step
+      38  consumers       S = Q K^T                                     by wgmma, of the next tile's first step
+      39  consumers       wait_group 1, arrive v_empty                  O is complete; the next S runs on
+      40  consumers       store LSE                                     from registers, if asked for
+      41  consumers       store O                                       from registers, 16 bytes at a time
+      42  consumers       wait_group 0, arrive k_empty                  the next tile's first S is complete
 """
 
 import functools
@@ -134,19 +134,19 @@ WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
 CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M query rows
 CONSUMER_WARPS = 4 * CONSUMERS
-CONVERTERS = 1  # warpgroups that make bf16 of float8_e4m3fn
+CONVERTERS = 2  # warpgroups that make bf16 of float8_e4m3fn
 THREADS = (CONSUMERS + 1 + CONVERTERS) * WARPGROUP_THREADS  # one loads; the converters are the last
 CONVERTER_WARPS = 2 * CONVERTERS  # that convert K, and as many V
 V_CONVERTER_WARP = CONSUMER_WARPS + 4 + CONVERTER_WARPS  # the first of these
-CONVERTER_REGISTERS = 56  # see below
+CONVERTER_REGISTERS = 40  # see below
 KV_DTYPE, TORCH_KV_DTYPE = cutlass.Float8E4M3FN, torch.float8_e4m3fn  # of K and V in memory
 STORED_STAGES = 2  # tiles of these in flight or in use
 UNIT_ELEMENTS = 8  # that a thread converts at once, from 8 bytes to 16
-UNITS_AT_ONCE = 7  # that it has read before it converts one
+UNITS_AT_ONCE = 5  # that it has read before it converts one
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 208
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 176
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for

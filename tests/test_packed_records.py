@@ -187,8 +187,9 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
     stems = {variant.stem for variant in packed_cells.packed_modules(CHECKOUT) if variant.spec.order != "by_sequence"}
     assert set().union(*mixed.values()) >= stems >= {ANY, MIXED, MIXED_64ROWS, WOVEN, ANY_WOVEN, PACK1_WOVEN}
-    # Of pages of a row, and of packed keys of 8 bits, there is none.
-    nowhere = {label for label in mixed if "pages 1 " in label or re.match("e4m3 .* packed ", label)}
+    # Of pages of a row, and without a window of packed keys of 8 bits and of those beside queries of 16, there is none.
+    without = "e4m3 .* packed |bf16 kv e4m3 .* causal |.* pages 1 "
+    nowhere = {label for label in mixed if re.match(without, label)}
     assert nowhere and all(bool(able & stems) == (label not in nowhere) for label, able in mixed.items())
     assert all(
         " window" in label and any(f" {name}, " in label for name in OF_WINDOWS)
@@ -217,7 +218,11 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     lists += packed_cells.DRAWN_LENGTHS
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     causal = {label for label in masked(cells) if " window" not in label}
-    assert made_for_them == {label for label in causal if any(f" {name}, " in label for name in lists)}
+    # And with decoding steps where no others split keys.
+    alone = {label for label in causal if re.match("bf16 kv e4m3 d(64|256) causal pages 1 ", label)}
+    steps = {label for label in alone if any(f" {name}, " in label for name in packed_cells.DECODING_LENGTHS)}
+    assert len(steps) == 2 * 2 * len(packed_cells.DECODING_LENGTHS)
+    assert made_for_them == steps | {label for label in causal if any(f" {name}, " in label for name in lists)}
     assert not any(" sink" in label for label in made_for_them)
 
 

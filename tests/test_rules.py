@@ -1186,12 +1186,13 @@ def test_converting_kernel() -> None:
     right = ("ping_pong", "paged", "tma", True, 2, 1)
     assert converting.converting_kernel(*right) is None
     assert converting.converting_kernel("warp_specialized", "packed", "tma", True, 1, 2) is None
+    assert converting.converting_kernel("ping_pong", "paged", "tma", True, 2, 2) is None
     for at, value, field, words in (
         (0, "cooperative", "kv.dtype", "extend fwd_packed_kv8 or fwd_paged_kv8"),
         (1, "dense", "kv.dtype", "use layout packed"),
         (3, False, "schedule.overlap", "use overlap: true"),
         (4, 3, "tile.warpgroups", "not for 3 beside 1; use one of these"),
-        (5, 2, "tile.warpgroups", "not for 2 beside 2; use one of these"),
+        (5, 3, "tile.warpgroups", "not for 2 beside 3; use one of these"),
     ):
         found = converting.converting_kernel(*right[:at], value, *right[at + 1 :])
         assert found is not None and found.field == field and words in found.message
@@ -1214,7 +1215,12 @@ def test_accumulator_beside_converters() -> None:
     assert converting.accumulator_beside_converters(2, 256, 128) == Violation(
         "kv.warpgroups",
         "with 2 of them beside the others a thread is launched with 128 registers, and a product of 256 columns takes "
-        "256 / 2 + 24 = 152; use 1, or fewer columns",
+        "256 / 2 + 24 = 152; use fewer, or fewer columns",
+    )
+    assert converting.accumulator_beside_converters(1, 256, 128) == Violation(
+        "tile.warpgroups",
+        "with one that converts beside the others a thread is launched with 128 registers, and a product of 256 "
+        "columns takes 256 / 2 + 24 = 152; use fewer, or fewer columns",
     )
 
 

@@ -72,12 +72,12 @@ WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
 TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
 P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
 # Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers
-# and converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
-CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208)}
+# and converters there are.
+CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208), (2, 2): (40, 40, 176)}
 # The same of two CTAs on an SM, by what each has.
 SHARED_CONVERTING_BUDGETS = {(1, 1): (56, 64, 120)}
 # The same where one warp gathers rows that a window shows: with 40 it would spill.
-WINDOW_CONVERTING_BUDGETS = {(2, 1): (56, 56, 200)}
+WINDOW_CONVERTING_BUDGETS = {(2, 1): (56, 56, 200), (2, 2): (56, 40, 168)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
 FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks through packed sequences more than once
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)

@@ -201,7 +201,7 @@ DRAWN_SHORT_LENGTHS = {f"drawn_short_chunks_{seed}": _drawn(drawn_chunks, seed, 
 DRAWN_PROMPT_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(201, 225)}
 DRAWN_UNMASKED_LENGTHS = {f"drawn_prompts_{seed}": _drawn_prompts(seed) for seed in range(401, 425)}
 DRAWN_TURNS = 3  # other lists are measured with every third entry of heads, which take turns
-EIGHT_BIT_TURNS = 6  # and of 8 bits, with fewer modules to choose among, all lists but those of decoding steps
+EIGHT_BIT_TURNS = 6  # and with keys of 8 bits, and fewer modules to choose among, all lists but those of decoding steps
 FEW_KEYS = 3200  # as SHORT_LENGTHS have: with up to so many every module is measured with drawn chunks and prompts
 DRAWN_LENGTHS = DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS
 DRAWN_LENGTHS |= DRAWN_PROMPT_LENGTHS | DRAWN_UNMASKED_LENGTHS
@@ -262,7 +262,8 @@ def cells(
     """Each cell with the modules that can serve it, those of a group of heads among them; see `packed_modules`.
 
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
-    of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
+    of them with large tiles are measured with drafts, and beside modules that split none where there are chunks; with
+    decoding steps only where no others split keys.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
     elsewhere with few keys only, where everybody is. Prompts at random are where sequences are packed, those without a
     mask with modules that split no keys. With windows prompts are, too, where there are modules whose tiles hold
@@ -296,7 +297,7 @@ def cells(
                 (MIXED_CHUNK_LENGTHS, steps, [*whole, *large]),
                 (SHORT_LENGTHS, short, able),
             ):
-                lists = (_in_turn(written, family, heads) if family.eight_bits else written) | drawn
+                lists = (_in_turn(written, family, heads) if _eight_bit_keys(family) else written) | drawn
                 for name, lengths in lists.items() if large else ():
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
             prompts = chunks | short | DRAWN_UNMASKED_LENGTHS if family.page_rows is None else {}
@@ -305,13 +306,15 @@ def cells(
         windows_alone = given_with_calls(family.mask) and not family.keywords
         yield from _prompts_with_windows(family, variants) if given_with_calls(family.mask) else ()
         for heads in HEADS[family.head_dim]:
-            able = [variant for variant in _able(variants, heads) if not (_for_mixed(variant) or _for_chunks(variant))]
+            able = [variant for variant in _able(variants, heads) if not _for_mixed(variant)]
+            if any(variant.spec.split and not _for_chunks(variant) for variant in able):
+                able = [variant for variant in able if not _for_chunks(variant)]
             whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family) if whole and plain else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
             if windows_alone:  # where tiles that hold several heads are for prompts
                 able = [variant for variant in able if variant.spec.split or variant.spec.tile.pack_heads == 1]
-            for name, window in _steps(family) if len(whole) < len(able) else ():
+            for name, window in _steps(family) if any(variant.spec.split for variant in able) else ():
                 shape = PackedShape(*DECODING_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), able
 
@@ -339,11 +342,16 @@ def _drawn_lists(family: Family) -> tuple[dict[str, _Lengths], dict[str, _Length
 
 
 def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
-    """Those that are measured with these heads: of 8 bits others in pages of each size."""
+    """Those that are measured with these heads: with keys of 8 bits others in pages of each size."""
     place, turns = CHUNK_HEADS[family.head_dim].index(heads), DRAWN_TURNS
-    if family.eight_bits:
+    if _eight_bit_keys(family):
         place, turns = place + (*PAGE_SIZES, None).index(family.page_rows), EIGHT_BIT_TURNS
     return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % turns == 0}
+
+
+def _eight_bit_keys(family: Family) -> bool:
+    """Whether k and v have 8 bits, beside queries of 8 or of 16."""
+    return family.eight_bits or family.kv_dtype is not None
 
 
 def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[Variant[Forward]]:

@@ -46,7 +46,7 @@ def converting_kernel(
     if (consumers, converters) not in footprint.CONVERTING_BUDGETS:
         return Violation(
             "tile.warpgroups",
-            "registers are shared out for 1 or 2 consumers beside one warpgroup that converts, and for 1 beside two, "
+            "registers are shared out for 1 or 2 consumers beside 1 or 2 warpgroups that convert, "
             f"not for {consumers} beside {converters}; use one of these",
         )
     return None
@@ -75,8 +75,11 @@ def accumulator_beside_converters(warpgroups: int, columns: int, launched: int) 
     held = footprint.registers_of_product(columns)
     if held <= launched:
         return None
+    field, beside = (
+        ("kv.warpgroups", f"{warpgroups} of them") if warpgroups > 1 else ("tile.warpgroups", "one that converts")
+    )
     return Violation(
-        "kv.warpgroups",
-        f"with {warpgroups} of them beside the others a thread is launched with {launched} registers, and a product of "
-        f"{columns} columns takes {columns} / 2 + {footprint.OTHER_REGISTERS} = {held}; use 1, or fewer columns",
+        field,
+        f"with {beside} beside the others a thread is launched with {launched} registers, and a product of {columns} "
+        f"columns takes {columns} / 2 + {footprint.OTHER_REGISTERS} = {held}; use fewer, or fewer columns",
     )
