@@ -4,11 +4,12 @@
 
 times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, for 8
 bits with the package nvidia-cudnn-frontend, from CUDA graphs in rounds of shuffled order, in one process. Sections:
-packed, paged, windows, decode, mixed, cache8, fp8, and three of calls at random, the same ones for a seed: drawn, of
+packed, paged, windows, decode, mixed, cache8, fp8, and four of calls at random, the same ones for a seed: drawn, of
 serving engines (drafts, chunks of prompts, chunks beside steps), drawn8, the same with 8 bits, steps and prompts, too,
-and prompts (dense, packed, with windows). First all modules that the calls take are compiled, as many at once as there
-are cores; --list ends behind that. A line for each call has microseconds, and the ratios of speeds that the section is
-about; behind them come geometric means, the least, and how many are below what is asked.
+drawncache8, with keys of 8 bits beside queries of 16, and prompts (dense, packed, with windows). First all modules that
+the calls take are compiled, as many at once as there are cores; --list ends behind that. A line for each call has
+microseconds, and the ratios of speeds that the section is about; behind them come geometric means, the least, and how
+many are below what is asked.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ DEVICE = torch.device("cuda")
 BURST_MS, ROUNDS, SEED = 6.0, 7, 0
 OWN_TOLERANCE = 0.005  # of O in 16 bits, by the reference
 OURS, CUDNN, FA3 = "fa3gen", "cuDNN", "FA3"
+NARROW, WIDE = "8 bits", "16 bits"  # fa3gen with keys of either
 DECODING = [
     *((1, keys, heads) for keys in (4096, 32768, 131072) for heads in ((32, 8), (8, 1), (16, 16))),
     *((8, keys, heads) for keys in (4096, 32768) for heads in ((32, 8), (8, 1), (16, 16))),
@@ -145,6 +147,12 @@ def packed_ways(problem: PackedProblem, **options: Any) -> dict[str, Way]:
     lengths_q, lengths_k = list(problem.lengths_q), list(problem.lengths_k)
     error = functools.partial(error_of, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), mask)
     return {OURS: replace(own, error=lambda out: error(out.split(lengths_q)))} | of_peer(FA3, mask, call)
+
+
+def beside_16_bits(problem: PackedProblem) -> dict[str, Way]:
+    """A call with keys of 8 bits, and the same with keys of 16, which FA3 takes, too."""
+    wide = packed_ways(problem.model_copy(update={"kv_dtype": None}))
+    return {NARROW: packed_ways(problem)[OURS], WIDE: wide.pop(OURS)} | wide
 
 
 def error_of(qs: Tensors, ks: Tensors, vs: Tensors, mask: Mask, outs: Tensors) -> float:
@@ -291,13 +299,8 @@ def cache8(_: argparse.Namespace) -> Cells:
         for name in packed_cells.DECODING_LENGTHS:
             lengths = packed_cells.DECODING_LENGTHS[name]
 
-            def ways(name: str = name, lengths: Any = lengths, heads: Any = heads, d: int = head_dim) -> dict[str, Way]:
-                wide, narrow = (
-                    problem_of(name, lengths, heads, d, CausalMask(), 16, kv_dtype=of) for of in (None, "e4m3")
-                )
-                return {"16 bits": packed_ways(wide)[OURS], "8 bits": packed_ways(narrow)[OURS]}
-
-            yield f"d{head_dim} {heads[0]}/{heads[1]} {name}", ways
+            problem = problem_of(name, lengths, heads, head_dim, CausalMask(), 16, kv_dtype="e4m3")
+            yield f"d{head_dim} {heads[0]}/{heads[1]} {name}", functools.partial(beside_16_bits, problem)
 
 
 def fp8(_: argparse.Namespace) -> Cells:
@@ -322,7 +325,12 @@ def drawn_heads(at: random.Random, models: Sequence[tuple[int, int, int]]) -> tu
     return head_dim, (heads_q // parts, heads_kv // parts)
 
 
-def drawn(asked: argparse.Namespace, kinds: Sequence[str] = KINDS[:3], dtype: Any = "bf16") -> Cells:
+def drawn(
+    asked: argparse.Namespace,
+    kinds: Sequence[str] = KINDS[:3],
+    ways: Callable[[PackedProblem], dict[str, Way]] = packed_ways,
+    **dtypes: Any,
+) -> Cells:
     """Calls at random: heads of a model, divided among GPUs, and steps as an engine makes them."""
     for number in range(asked.drawn):
         at = random.Random(asked.seed * 1_000_000 + number)
@@ -341,10 +349,10 @@ def drawn(asked: argparse.Namespace, kinds: Sequence[str] = KINDS[:3], dtype: An
             queries = [int(longest * 2 ** at.uniform(-4, 0)) for _ in range(at.choice((1, 2, 4, 8)))]
         keys = queries if kind == "prompts" else packed_cells.drawn_keys(at, queries, longest)
         page = None if kind == "prompts" else at.choice((16, 32, 64, 128))
-        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page, dtype=dtype)
+        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page, **dtypes)
         label = f"{kind}: {len(queries)} of up to {max(queries)} on {min(keys)} to {max(keys)}"
         where = "packed" if page is None else f"pages of {page}"
-        yield f"{label}, d{head_dim} {heads[0]}/{heads[1]}, {where}", functools.partial(packed_ways, problem)
+        yield f"{label}, d{head_dim} {heads[0]}/{heads[1]}, {where}", functools.partial(ways, problem)
 
 
 def prompts(asked: argparse.Namespace) -> Cells:
@@ -397,13 +405,18 @@ SECTIONS = {
         decode,
     ),
     "mixed": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.25),), mixed),
-    "cache8": Section(("8 bits", "16 bits"), (Ratio("8 over 16 bits", "8 bits", ("16 bits",), 1.6),), cache8),
+    "cache8": Section((NARROW, WIDE, FA3), (Ratio("8 over 16 bits", NARROW, (WIDE,), 1.6),), cache8),
     "fp8": Section(
         (OURS, CUDNN, FA3), (Ratio("over the best", OURS, (CUDNN, FA3), 1.0), Ratio("over FA3", *_OVER_FA3, 1.0)), fp8
     ),
     "drawn": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), drawn),
     "drawn8": Section(
         (OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), functools.partial(drawn, kinds=KINDS, dtype="e4m3")
+    ),
+    "drawncache8": Section(
+        (NARROW, WIDE, FA3),
+        (Ratio("8 over 16 bits", NARROW, (WIDE,), 0.9), Ratio("over FA3", NARROW, (FA3,), 0.9)),
+        functools.partial(drawn, kinds=KINDS, ways=beside_16_bits, kv_dtype="e4m3"),
     ),
     "prompts": Section((OURS, FA3, CUDNN), (Ratio("over the best", OURS, (FA3, CUDNN), 0.9),), prompts),
 }
@@ -460,8 +473,8 @@ def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
     found: dict[str, dict[str, list[float]]] = {ratio.title: {} for ratio in section.ratios}
     for label, make in section.cells(asked):
         ways = make()
-        if name not in ("decode", "cache8"):  # of other numbers in pages, or of those that were rounded to 8 bits
-            tolerance = 0.1 if name in ("fp8", "drawn8") else 0.03  # P has 8 bits there, and cuDNN's O
+        if name != "decode":  # of other numbers in pages
+            tolerance = 0.1 if "8" in name else 0.03  # P has 8 bits there, or K and V, and cuDNN's O
             differing = check_alike({way: ways[way] for way in ways if way != "dense"}, label, tolerance)
             label += "".join(f" ({peer} computes something else)" for peer in differing)
         took, shown = microseconds(ways, device), []
@@ -487,7 +500,7 @@ def main() -> None:
     """Compile, measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("sections", nargs="*", help="those to measure; all if none is named", metavar="SECTION")
-    parser.add_argument("--drawn", type=int, default=60, help="calls of the sections drawn, drawn8 and prompts")
+    parser.add_argument("--drawn", type=int, default=60, help="calls of each section at random")
     parser.add_argument("--seed", type=int, default=0, help="of these calls")
     parser.add_argument("--list", action="store_true", help="compile, and time nothing")
     asked = parser.parse_args()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ TOLERANCE = 0.01  # as in test_attention
 E4M3 = torch.float8_e4m3fn
 HEADS = {64: (16, 2), 128: (32, 8), 256: (16, 4)}
 BATCH, ROOM, PAGE = 5, 2048, 16
+# Queries of decoding steps, a draft and a chunk of a prompt, before and at the replay, and their keys.
+STEPS_AND_CHUNK = ((1, 1, 600, 1, 9), (ROOM, 700, 1700, 1500, 900)), ((1, 600, 9, 1, 1), (33, 1100, 9, ROOM, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +44,29 @@ def cache_of(device: Any, dim: int) -> tuple[torch.Tensor, torch.Tensor, dict[st
 
 
 def expected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, factors: dict[str, Any]
+    q: Sequence[torch.Tensor],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    used: torch.Tensor,
+    factors: dict[str, Any],
+    reach: tuple[int | None, int] = (None, 0),
 ) -> torch.Tensor:
-    """O of each sequence, in float64, with the factors in K and V."""
+    """O of each sequence, one behind the other, in float64, with the factors in K and V."""
     rows = []
     for i, keys in enumerate(used.tolist()):
         wide = [
             x[i : i + 1, :keys].double() * factors[name][i, :, None].double()
             for name, x in (("k_descale", k), ("v_descale", v))
         ]
-        rows.append(reference.attention(q[i : i + 1], *wide, reach=(None, 0)).out)
+        rows.append(reference.attention(q[i][None], *wide, reach=reach).out[0])
     return torch.cat(rows)
+
+
+def in_pages(k: torch.Tensor, v: torch.Tensor, page: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Both in pages that lie in any order, and their table."""
+    order = torch.randperm(BATCH * ROOM // page, device=k.device)
+    pages = [x.view(-1, page, *x.shape[2:]).view(torch.uint8)[order].view(E4M3) for x in (k, v)]
+    return pages, order.argsort().int().view(BATCH, -1)
 
 
 def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -69,11 +83,9 @@ def test_a_cache_of_8_bits(dim: int, page: int | None, seq_q: int, hopper: torch
     given: dict[str, Any] = {"cache_seqlens": used, "causal": True, **factors}
     k_cache, v_cache = k, v
     if page is not None:
-        order = torch.randperm(BATCH * ROOM // page, device=hopper)
-        k_cache, v_cache = (x.view(-1, page, *x.shape[2:]).view(torch.uint8)[order].view(E4M3) for x in (k, v))
-        given["page_table"] = order.argsort().int().view(BATCH, -1)
+        (k_cache, v_cache), given["page_table"] = in_pages(k, v, page)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, **given)
-    assert near(out, expected(q, k, v, used, factors))
+    assert near(out.flatten(0, 1), expected(q, k, v, used, factors))
     into, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
     flash_attn_with_kvcache(q, k_cache, v_cache, out=into, **given)
     torch.cuda.synchronize()
@@ -81,7 +93,37 @@ def test_a_cache_of_8_bits(dim: int, page: int | None, seq_q: int, hopper: torch
         flash_attn_with_kvcache(q, k_cache, v_cache, out=into, **given)
     used.copy_(torch.tensor([seq_q, ROOM, 1100, 333, 1800], dtype=torch.int32))
     graph.replay()
-    assert near(into, expected(q, k, v, used, factors))
+    assert near(into.flatten(0, 1), expected(q, k, v, used, factors))
+
+
+@pytest.mark.parametrize(
+    ("dim", "reach", "page"),
+    [
+        *((dim, (None, 0), page) for dim in HEADS for page in (1, 16, 64)),
+        *((dim, (300, 0), page) for dim in (128, 256) for page in (16, 64)),
+    ],
+)
+def test_a_chunk_beside_steps(dim: int, reach: Any, page: int, hopper: torch.device) -> None:
+    """In one call, and captured; replayed with the chunk in another place."""
+    k, v, factors = cache_of(hopper, dim)
+    q = torch.randn(sum(STEPS_AND_CHUNK[0][0]), HEADS[dim][0], dim, device=hopper).bfloat16()
+    pages, table = in_pages(k, v, page)
+    begins, used = (torch.zeros(BATCH + more, dtype=torch.int32, device=hopper) for more in (1, 0))
+    given: dict[str, Any] = {"cache_seqlens": used, "page_table": table, "cu_seqlens_q": begins, "max_seqlen_q": 600}
+    given |= factors | ({"causal": True} if reach[0] is None else {"window_size": reach})
+    into, graph = torch.full_like(q, torch.nan), None
+    for queries, keys in STEPS_AND_CHUNK:
+        begins.copy_(offsets(queries))
+        used.copy_(torch.tensor(keys))
+        wanted = expected(q.split(queries), k, v, used, factors, reach)
+        assert near(flash_attn_with_kvcache(q, *pages, **given), wanted)
+        if graph is None:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                flash_attn_with_kvcache(q, *pages, out=into, **given)
+        graph.replay()
+        assert near(into, wanted)
 
 
 def test_a_first_call_that_is_captured(hopper: torch.device) -> None:
@@ -118,4 +160,4 @@ def test_packed_keys_of_8_bits_compiled(hopper: torch.device) -> None:
     packed = [x.flatten(0, 1) for x in (q, k, v)]
     out = torch.compile(call, fullgraph=True)(*packed)
     wanted = expected(q, k, v, torch.full((BATCH,), ROOM), factors)
-    assert near(out.view(q.shape) / 2, wanted)
+    assert near(out / 2, wanted)

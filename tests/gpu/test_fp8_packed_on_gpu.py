@@ -26,6 +26,8 @@ TOLERANCE, LSE_TOLERANCE = 0.04, 1e-3  # as in test_fp8_on_gpu
 HEADS = {64: (16, 2), 128: (32, 8), 256: (16, 4)}
 BATCH, ROOM, PAGE = 5, 2048, 16
 LENGTHS_Q, LENGTHS_K = (700, 1, 0, 333, 5, 1200), (700, 900, 9, 1500, 0, 190)
+# Queries of decoding steps, a draft and a chunk of a prompt, before and at the replay, and their keys.
+STEPS_AND_CHUNK = ((1, 1, 600, 1, 9), (ROOM, 700, 1700, 1500, 900)), ((1, 600, 9, 1, 1), (33, 1100, 9, ROOM, 1))
 NANS = 0x7F, 0xFF
 
 
@@ -141,6 +143,39 @@ def test_a_cache(seq_q: int, page: int | None, dim: int, reach: Any, hopper: tor
         factor.mul_(1.5)
     graph.replay()
     assert right(into)
+
+
+@pytest.mark.parametrize(
+    ("dim", "reach", "page"),
+    [
+        *((dim, (None, 0), page) for dim in HEADS for page in (1, PAGE, 64)),
+        *((128, (300, 0), page) for page in (PAGE, 64)),
+    ],
+)
+def test_a_chunk_beside_steps(dim: int, reach: Any, page: int, hopper: torch.device) -> None:
+    """In one call, and captured; replayed with the chunk in another place."""
+    heads_q, heads_kv = HEADS[dim]
+    q = random(hopper, sum(STEPS_AND_CHUNK[0][0]), heads_q, dim)
+    k, v = (random(hopper, BATCH, ROOM, heads_kv, dim, seed=seed) for seed in (1, 2))
+    factors, order = factors_of(BATCH, heads_kv, hopper), torch.randperm(BATCH * ROOM // page, device=hopper)
+    pages, table = [into_pages(x, page, order) for x in (k, v)], order.argsort().int().view(BATCH, -1)
+    begins, used = (torch.zeros(BATCH + more, dtype=torch.int32, device=hopper) for more in (1, 0))
+    given: dict[str, Any] = {"cache_seqlens": used, "page_table": table, "cu_seqlens_q": begins, "max_seqlen_q": 600}
+    given |= factors | ({"causal": True} if reach[0] is None else {"window_size": reach})
+    into, graph = torch.full_like(q, 0, dtype=torch.bfloat16), None
+    for queries, keys in STEPS_AND_CHUNK:
+        begins.copy_(offsets(queries))
+        used.copy_(torch.tensor(keys))
+        cached = zip(q.split(queries), k, v, keys, strict=True)
+        each = [attended(rows, k[:n], v[:n], i, factors, reach).out[0] for i, (rows, k, v, n) in enumerate(cached)]
+        assert near(flash_attn_with_kvcache(q, *pages, **given), torch.cat(each))
+        if graph is None:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                flash_attn_with_kvcache(q, *pages, out=into, **given)
+        graph.replay()
+        assert near(into, torch.cat(each))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
