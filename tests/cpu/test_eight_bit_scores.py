@@ -38,7 +38,6 @@ PARTS_OF_WINDOW: dict[str, Any] = {**WINDOW, "tile": {"kv_from": "window"}}
 BOTH = {"sink": True, "softcap": True}
 # A packed head dim of 64: eight query heads of GPT-OSS in a tile.
 EIGHT_HEADS: dict[str, Any] = {"problem": {"head_dim": 64}, "tile": {"kv": 128, "pack_heads": 8}}
-WIDE: dict[str, Any] = {"problem": {"head_dim": 256}, "load": {"q_stages": 1}}
 FEW, FEW_OF_8, FEW_STRIPED = (
     "fwd_packed_kv8_decode_d64_causal",
     "fwd_fp8_packed_decode_d64_causal",
@@ -60,10 +59,7 @@ ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
         "fwd_paged_kv8_decode_d64_causal",
         {**PARTS_OF_WINDOW, "softmax": {"sink": True}},
     ),
-    "Gemma, prompts": (
-        "fwd_packed_kv8_d128_causal",
-        {**WIDE, **WINDOW, "tile": {"q": 64, "kv": 64, "warpgroups": 1, "kv_from": "window"}, "softmax": BOTH},
-    ),
+    "Gemma, prompts": ("fwd_packed_kv8_d256_causal", {**PARTS_OF_WINDOW, "softmax": BOTH}),
     "Gemma, few queries": ("fwd_packed_kv8_decode_d256_causal", {**PARTS_OF_WINDOW, "softmax": {"softcap": True}}),
     "q of 8 bits, prompts": ("fwd_fp8_packed_any_window_d128", {"softmax": {**BOTH, "exp_before_wait": None}}),
     "q of 8 bits, few queries": (FEW_OF_8, {"softmax": BOTH}),
