@@ -162,7 +162,7 @@ def test_a_chunk_beside_steps(dim: int, reach: Any, page: int, hopper: torch.dev
     begins, used = (torch.zeros(BATCH + more, dtype=torch.int32, device=hopper) for more in (1, 0))
     given: dict[str, Any] = {"cache_seqlens": used, "page_table": table, "cu_seqlens_q": begins, "max_seqlen_q": 600}
     given |= factors | ({"causal": True} if reach[0] is None else {"window_size": reach})
-    into, graph = torch.full_like(q, 0, dtype=torch.bfloat16), None
+    into, graph = torch.full_like(q, torch.nan, dtype=torch.bfloat16), None
     for queries, keys in STEPS_AND_CHUNK:
         begins.copy_(offsets(queries))
         used.copy_(torch.tensor(keys))
