@@ -418,13 +418,13 @@ class Work:
     head_kv: cutlass.Int32
     sequence: cutlass.Int32
     q_begin: cutlass.Int32  # its first row in q and out
-    k_begin: cutlass.Int32  # in k and v
+    k_begin: cutlass.Int32  # in k and v, of the first key that a row sees
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -515,6 +515,10 @@ def slot_of(number: cutlass.Int32):
 def work_on(found, window, number) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, sequence, q_begin, seq_q, k_begin, seq_k = found
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
+    k_begin, seq_k = k_begin + hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,

@@ -424,12 +424,13 @@ class Work:
     head_kv: cutlass.Int32
     sequence: cutlass.Int32
     q_begin: cutlass.Int32  # its first row in q and out
+    k_begin: cutlass.Int32  # the first key that a row sees, or the first one of its box
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -520,6 +521,11 @@ def slot_of(number: cutlass.Int32):
 def work_on(found, window, number) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, sequence, q_begin, seq_q, seq_k, _ = found
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
+    hidden = hidden // BOX_ROWS * BOX_ROWS  # a box lies in a page whole
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,
@@ -529,6 +535,7 @@ def work_on(found, window, number) -> Work:
         head_kv=head_kv,
         sequence=sequence,
         q_begin=q_begin,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,
@@ -744,6 +751,7 @@ def find_boxes(work: Work, n_block, pages):
     page_table, page_size, *steps = pages
     key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
+    key += work.k_begin
     number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do

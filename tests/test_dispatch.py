@@ -36,7 +36,7 @@ from fa3gen.run.dispatch import (
     Table,
 )
 from fa3gen.spec import yamltree
-from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
+from fa3gen.spec.model import WINDOW_MAX, CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -961,17 +961,18 @@ def test_a_row_for_more_heads_than_a_tile_has_room_for_is_wrong(missing: str) ->
         dispatch.of_row(CHECKOUT, wide, "row 1")
 
 
+def shown(mask: Mask, seq_q: int, seq_k: int) -> torch.Tensor:
+    """Which keys each query sees, as the reference says."""
+    found = reference.visible_keys(reach(mask), seq_q=seq_q, seq_k=seq_k, rows=torch.arange(seq_q))
+    return torch.ones(seq_q, seq_k, dtype=torch.bool) if found is None else found
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", list(itertools.product((-1, 0, 3, 7, 8, 9), (-1, 0, 4))), ids=str)
 def test_a_window_that_hides_what_a_causal_mask_hides(window: tuple[int, int], causal: bool) -> None:
     """Of the longest sequences and of all shorter ones, as the reference says."""
     mask = dispatch.mask_of(causal, window)
     most_k, seqs_q = 9, range(8)
-
-    def shown(mask: Mask, seq_q: int, seq_k: int) -> torch.Tensor:
-        found = reference.visible_keys(reach(mask), seq_q=seq_q, seq_k=seq_k, rows=torch.arange(seq_q))
-        return torch.ones(seq_q, seq_k, dtype=torch.bool) if found is None else found
-
     alike = all(
         torch.equal(shown(mask, *lengths), shown(CausalMask(), *lengths))
         for lengths in itertools.product(seqs_q, range(most_k + 1))
@@ -1010,3 +1011,60 @@ def test_a_window_has_its_own_module_where_no_causal_one_serves(monkeypatch: pyt
     family = Family("bf16", 128, 128, dispatch.mask_of(False, (4095, 0)))
     found = dispatch.choose(family, Size(4096, 512, is_causal=True), lse=True, workspace=CHECKOUT)
     assert found.stem == "fwd_d128_any_window"
+
+
+def test_one_query_sees_all_keys_under_a_causal_mask() -> None:
+    for seq_k in range(9):
+        assert torch.equal(shown(CausalMask(), 1, seq_k), shown(NoMask(), 1, seq_k))
+    assert not torch.equal(shown(CausalMask(), 2, 9), shown(NoMask(), 2, 9))
+
+
+FP8_PAGES = Family("e4m3", 128, 128, NoMask(), "bf16", layout="paged", page_rows=16)
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        (FP8_PAGES, "fwd_fp8_paged_decode_d128_causal"),
+        (FP8_PAGES._replace(page_rows=1), "fwd_fp8_paged_decode_rows_d128_causal"),
+        # There is a module without a mask, but none for few queries.
+        (FP8_PAGES._replace(layout="packed", page_rows=None), "fwd_fp8_packed_decode_d128_causal"),
+        (FP8_PAGES._replace(layout="dense", page_rows=None), "fwd_fp8_packed_decode_d128_causal"),
+    ],
+)
+def test_one_query_without_a_mask_may_have_a_causal_module(family: Family, module: str) -> None:
+    size = Size(4096, 64, 132, 4, 1, mean_queries=1, in_rows=family.layout == "dense")
+    found = dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
+    assert found.stem == module
+    assert "  as    a causal mask: no sequence has more than one query" in str(found).splitlines()
+    more = dispatch.choose(
+        family._replace(page_rows=family.page_rows and 16), replace(size, queries=2), lse=True, workspace=CHECKOUT
+    )
+    assert more.spec.mask.kind != "causal"
+
+
+def test_one_query_without_a_mask_has_its_own_module_where_one_was_measured_with_few() -> None:
+    family, size = Family("bf16", 128, 128, NoMask(), layout="paged", page_rows=16), Size(4096, 64, 132, 4, 1)
+    found = dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
+    assert found.spec.mask == NoMask() and found.row is not None and found.row.seq_q is not None and not found.as_mask
+    # And where its bits are its own: a prompt beside it would have another module.
+    with pytest.raises(NoKernel):
+        dispatch.choose(FP8_PAGES, replace(size, own_bits=True), lse=True, workspace=CHECKOUT)
+
+
+@pytest.mark.parametrize(
+    ("family", "right"),
+    [(FP8_PAGES, WINDOW_MAX), (FP8_PAGES._replace(mask=CausalMask(), head_dim=64, head_dim_v=64, sink=True), 0)],
+)
+def test_a_module_for_any_window_serves_a_mask_that_has_none(family: Family, right: int) -> None:
+    """As a window that reaches over all keys; not where a row's bits are its own."""
+    size = Size(4096, 512, 132, 4, 700, mean_queries=700)
+    found = dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
+    assert "any_window" in found.stem and found.options == {"window": (WINDOW_MAX, right)}
+    told = "  as    a window that reaches over all keys: there is no module for the mask itself"
+    assert told in str(found).splitlines()
+    for seq_q, seq_k in itertools.product(range(4), range(9)):
+        window = WindowMask(left=WINDOW_MAX, right=right)
+        assert torch.equal(shown(window, seq_q, seq_k), shown(family.mask, seq_q, seq_k))
+    with pytest.raises(NoKernel):
+        dispatch.choose(family, replace(size, own_bits=True), lse=True, workspace=CHECKOUT)

@@ -328,15 +328,17 @@ def test_the_call_shown_in_the_readme(modules: Modules) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 300, 16384])
 def test_production_modules_are_chosen(dim: int, queries: int) -> None:
-    """By the committed table or, with a window, where there is one module; few as packed ones where measured."""
+    """By the committed table or, with a window, where there is one module; few as packed ones."""
     masks = {"": NoMask(), "_causal": CausalMask(), "_any_window": WindowMask(left=128, right=0)}
+    # One query sees all keys under a causal mask, too.
+    of_few = {"": "_d{}_causal", "_causal": "_d{}_causal", "_any_window": "_any_window_d{}"}
     for name, mask in masks.items():
         family = Family("e4m3", dim, dim, mask, "bf16")
         size = Size(16384, Shape(1, queries, 16384, 16, 4).tiles, 132, 4, queries)
         choice = dispatch.choose(family, replace(size, in_rows=True), lse=True, workspace=CHECKOUT)
-        layout = "_packed_decode" if choice.as_packed else ""
-        assert choice.stem.removesuffix("_short") == f"fwd_fp8{layout}_d{dim}{name}"
-        assert choice.as_packed == (queries == 1 and name == "_causal")
+        wanted = f"packed_decode{of_few[name].format(dim)}" if queries == 1 else f"d{dim}{name}"
+        assert choice.stem.removesuffix("_short").removesuffix("_long") == f"fwd_fp8_{wanted}"
+        assert choice.as_packed == (queries == 1)
         assert not dispatch.choose(family, size, lse=True, workspace=CHECKOUT).as_packed
 
 
@@ -571,6 +573,7 @@ def test_rows_of_the_table_are_chosen_by_dtype_and_by_how_v_lies(rows: Any) -> N
 
 @pytest.mark.parametrize(("causal", "stem"), [(False, "k7_e5m2_d128"), (True, "k7_e5m2_d128_causal")])
 def test_keys_and_values_of_other_8_bits_have_modules(causal: bool, stem: str, rows: Any) -> None:
+    rows("fwd_fp8_d128", "fwd_fp8_d128_causal")  # which are of keys in e4m3
     q, k, v = tensors(600, 700)
     found = fa3gen.attention.explain(q, *(x.to(torch.float8_e5m2) for x in (k, v)), causal=causal)
     assert found.stem == stem and found.row is None and "e4m3, K and V in e5m2, O in bf16" in found.reason

@@ -253,9 +253,17 @@ def test_parts_have_modules(page: int | None, dim: int) -> None:
     assert chosen(1, dim=dim, page=page, parts=1) == f"fwd_fp8_{layout}_{once}d{dim}_causal"
 
 
-def test_windows_and_pages_have_modules() -> None:
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_windows_have_modules(dim: int) -> None:
+    window = WindowMask(left=128, right=0)
     for page, layout in ((None, "packed"), (16, "paged"), (48, "paged")):
-        assert chosen(700, WindowMask(left=128, right=0), page=page) == f"fwd_fp8_{layout}_any_window_d128"
+        assert chosen(700, window, dim=dim, page=page) == f"fwd_fp8_{layout}_any_window_d{dim}"
+        assert chosen(1, window, dim=dim, page=page) == f"fwd_fp8_{layout}_decode_any_window_d{dim}"
+    for page in (16, 48):  # without a mask there is none for pages, and that for any window shows all keys
+        assert chosen(700, NoMask(), dim=dim, page=page) == f"fwd_fp8_paged_any_window_d{dim}"
+
+
+def test_what_has_no_module_is_said() -> None:
     with pytest.raises(
         NoKernel, match="no generated module computes e4m3, O in bf16, head dim 128, no mask, pages of 8"
     ):

@@ -165,8 +165,8 @@ def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> 
 
 @pytest.mark.parametrize(("given", "named"), [({"softcap": 1.5}, "softcap"), ({"s_aux": SINKS}, "sinks")])
 def test_where_no_module_has_sinks_or_a_cap(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, no mask, {named};.* extends"):
-        fa3.flash_attn_func(*dense_tensors(), **given)
+    with pytest.raises(dispatch.NoKernel, match=f"computes fp16, head dim 64, no mask, {named};.* extends"):
+        fa3.flash_attn_func(*(x.half() for x in dense_tensors()), **given)
 
 
 def test_rows_that_are_not_contiguous_are_copied_as_upstream_does(modules: PackedModules) -> None:

@@ -142,9 +142,8 @@ def test_the_cells_that_are_measured() -> None:
         for path in CHECKOUT.generated_dir.glob(f"fwd_*{kind}*.py")
         if "d192" not in path.stem
     }
-    # No other serves calls with a cap at these head dims, or with a window, 8 bits and packed keys.
+    # No other serves calls with a cap at these head dims.
     alone = {stem for stem in committed if "softcap_d64" in stem or "softcap_d128" in stem}
-    alone |= {stem for stem in committed if "fp8_packed_any_window" in stem}
     # Nor have those rows that add up parts of so many keys: what a call asks for chooses them.
     alone |= {stem for stem in committed if "fixed" in stem}
     assert committed - alone == set().union(*cells.values())

@@ -853,9 +853,11 @@ def mask_and_outputs(stem: str) -> str:
             "window": r"no mask" if plan.mask.given else r"[cC]ausal|no mask",
         }[plan.mask.kind],
         r"WINDOW_(LEFT|RIGHT)" if plan.mask.given else r"window_(left|right)|WINDOW_MAX",
-        {"bf16": r"(?<![bB])[fF]loat16|fp16", "fp16": r"[bB][fF]loat16", "e4m3": "16-bit|16 bits of P"}[
-            plan.problem.dtype
-        ],
+        {
+            "bf16": r"(?<![bB])[fF]loat16|fp16",
+            "fp16": r"[bB][fF]loat16",
+            "e4m3": f"16-bit{'(?! word)' * plan.softmax.sink}|16 bits of P",  # sinks come as words of 16 bits
+        }[plan.problem.dtype],
     ]
     words += [SINK] * (not plan.softmax.sink) + [SOFTCAP] * (not plan.softmax.softcap)
     words += [r"LN_2|cute.math.log2|store_lse|\blse\b(?!:)|LSE\b(?! output)"] * (not plan.lse)

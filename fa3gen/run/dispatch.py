@@ -480,9 +480,9 @@ class Choice:
 
     `measured` says in words what is known of the row's module and of its runner-up, `size` what was asked for, and
     `around` which other sizes have the same choice. `options` is what a call of the module has to say beside that.
-    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length. `as_causal`: the
-    call's window hides what a causal mask hides. `parts` says in how many parts the keys of the call come, and why,
-    where its shape is known.
+    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length. `as_mask`: the
+    mask that the module has, if it is not the call's, and why it hides the same keys; else empty. `parts` says in how
+    many parts the keys of the call come, and why, where its shape is known.
     """
 
     stem: str
@@ -496,7 +496,7 @@ class Choice:
     around: Stretch = Stretch()
     options: Mapping[str, Any] = field(default_factory=dict)
     as_packed: bool = False
-    as_causal: bool = False
+    as_mask: str = ""
     parts: str | None = None
 
     def __str__(self) -> str:
@@ -508,8 +508,8 @@ class Choice:
             lines.append(f"  for   {self.size}")
         if self.as_packed:
             lines.append("  as    packed sequences of one length, which dense tensors are without a copy of k and v")
-        if self.as_causal:
-            lines.append("  as    a causal mask: no sequence has more keys than the window reaches back over")
+        if self.as_mask:
+            lines.append(f"  as    {self.as_mask}")
         if self.parts is not None:
             lines.append(f"  parts {self.parts}")
         lines.append(f"  why   {self.reason}")
@@ -521,19 +521,62 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
 
     Dense tensors may be taken as packed sequences (`may_be_packed`): where the module of these splits keys or holds
     several heads of a group in a tile, by a measured row, or where there is no other module. A window that hides what a
-    causal mask would is one, whose modules are faster, where there is a module for that; but not where a row's bits are
-    its own, which would be others then, by how many keys there are.
+    causal mask would is one, whose modules are faster, where there is a module for that; and so is no mask where a
+    sequence has one query, see `_of_one_query`; where no module has the call's mask, one may that takes any window. But
+    not where a row's bits are its own, which would be others then, by how many keys and queries there are.
 
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
     if size.own_bits:
         return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
-    if size.is_causal and family.part_keys is None:
+    if family.part_keys is not None:  # bits of their own, too
+        return _of_layouts(family, size, lse, workspace)
+    if size.is_causal:
         with contextlib.suppress(NoKernel):
-            causal = family._replace(mask=CausalMask())
-            found = choose(causal, replace(size, is_causal=False), lse=lse, workspace=workspace)
-            return replace(found, as_causal=True)
+            found = _of_layouts(family._replace(mask=CausalMask()), size, lse, workspace)
+            why = "no sequence has more keys than the window reaches back over"
+            return replace(found, as_mask=f"a causal mask: {why}")
+    try:
+        if isinstance(family.mask, NoMask) and size.queries <= 1:
+            return _of_one_query(family, size, lse, workspace)
+        return _of_layouts(family, size, lse, workspace)
+    except NotRendered:
+        if isinstance(family.mask, WindowMask):
+            raise
+        with contextlib.suppress(NoKernel):
+            wide = WindowMask(left=WINDOW_MAX, right=WINDOW_MAX if isinstance(family.mask, NoMask) else 0)
+            found = _of_layouts(family._replace(mask=wide), size, lse, workspace)
+            return replace(found, as_mask="a window that reaches over all keys: there is no module for the mask itself")
+        raise
+
+
+def _of_one_query(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
+    """The choice for calls without a mask where no sequence has more than one query, which sees all keys under a causal
+    mask, too: that of causal calls where these alone have a module, or a row that was measured with few queries."""
+    causal, missing = family._replace(mask=CausalMask()), None
+    try:
+        found = _of_layouts(family, size, lse, workspace)
+        if found.row is not None and found.row.seq_q is not None:
+            return found
+    except NotRendered as error:
+        missing = error
+    try:
+        other = _of_layouts(causal, size, lse, workspace)
+    except NoKernel:
+        if missing is not None:
+            raise missing from None
+        return found
+    other = replace(other, as_mask="a causal mask: no sequence has more than one query")
+    if missing is not None:
+        return other
+    around = found.around.meet(other.around)
+    measured = other.row is not None and other.row.seq_q is not None
+    return replace(other if measured else found, around=around)
+
+
+def _of_layouts(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
+    """The choice for a mask as it is, for dense tensors perhaps as packed sequences."""
     if size.in_rows and may_be_packed(family, size.queries, size.parts):
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)

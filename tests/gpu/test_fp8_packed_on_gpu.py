@@ -24,6 +24,7 @@ WORKSPACE = Workspace.find(Path(__file__).parent)
 E4M3 = torch.float8_e4m3fn
 TOLERANCE, LSE_TOLERANCE = 0.04, 1e-3  # as in test_fp8_on_gpu
 HEADS = {64: (16, 2), 128: (32, 8), 256: (16, 4)}
+WINDOWS = (300, 0), (64, 70)
 BATCH, ROOM, PAGE = 5, 2048, 16
 LENGTHS_Q, LENGTHS_K = (700, 1, 0, 333, 5, 1200), (700, 900, 9, 1500, 0, 190)
 # Queries of decoding steps, a draft and a chunk of a prompt, before and at the replay, and their keys.
@@ -65,7 +66,10 @@ def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("dim", "reach"),
-    [*((dim, (None, right)) for dim in HEADS for right in (None, 0)), (128, (300, 0)), (128, (64, 70))],
+    [
+        *((dim, (None, right)) for dim in HEADS for right in (None, 0)),
+        *((dim, reach) for dim in HEADS for reach in WINDOWS),
+    ],
 )
 def test_packed_sequences(dim: int, reach: Any, hopper: torch.device) -> None:
     """Between rows that are NaN, which no bit of O shows; without factors, and twice with them."""
@@ -108,10 +112,11 @@ def into_pages(x: torch.Tensor, page: int, order: torch.Tensor) -> torch.Tensor:
 
 
 ANY_PAGES = [(dim, (None, 0), page) for dim in HEADS for page in (None, PAGE, 8, 3, 1)]
-WINDOWS_IN_PAGES = [(128, reach, page) for reach in ((300, 0), (64, 70)) for page in (None, PAGE)]
+WINDOWS_IN_PAGES = [(dim, reach, page) for dim in HEADS for reach in WINDOWS for page in (None, PAGE)]
+UNMASKED = [(dim, (None, None), page) for dim in HEADS for page in (None, PAGE)]
 
 
-@pytest.mark.parametrize(("dim", "reach", "page"), [*ANY_PAGES, *WINDOWS_IN_PAGES])
+@pytest.mark.parametrize(("dim", "reach", "page"), [*ANY_PAGES, *WINDOWS_IN_PAGES, *UNMASKED])
 @pytest.mark.parametrize("seq_q", [1, 4, 100])
 def test_a_cache(seq_q: int, page: int | None, dim: int, reach: Any, hopper: torch.device) -> None:
     """Contiguous, and in pages of any size that lie in any order; replayed with other lengths and other factors."""
@@ -149,7 +154,7 @@ def test_a_cache(seq_q: int, page: int | None, dim: int, reach: Any, hopper: tor
     ("dim", "reach", "page"),
     [
         *((dim, (None, 0), page) for dim in HEADS for page in (1, PAGE, 64)),
-        *((128, (300, 0), page) for page in (PAGE, 64)),
+        *((dim, (300, 0), page) for dim in HEADS for page in (PAGE, 64)),
     ],
 )
 def test_a_chunk_beside_steps(dim: int, reach: Any, page: int, hopper: torch.device) -> None:
