@@ -4,12 +4,12 @@
 
 times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, for 8
 bits with the package nvidia-cudnn-frontend, from CUDA graphs in rounds of shuffled order, in one process. Sections:
-packed, paged, windows, decode, mixed, cache8, fp8, and four of calls at random, the same ones for a seed: drawn, of
+packed, paged, windows, decode, mixed, cache8, fp8, and five of calls at random, the same ones for a seed: drawn, of
 serving engines (drafts, chunks of prompts, chunks beside steps), drawn8, the same with 8 bits, steps and prompts, too,
-drawncache8, with keys of 8 bits beside queries of 16, and prompts (dense, packed, with windows). First all modules that
-the calls take are compiled, as many at once as there are cores; --list ends behind that. A line for each call has
-microseconds, and the ratios of speeds that the section is about; behind them come geometric means, the least, and how
-many are below what is asked.
+drawnwindows8, these with windows, drawncache8, with keys of 8 bits beside queries of 16, and prompts (dense, packed,
+with windows). First all modules that the calls take are compiled, as many at once as there are cores; --list ends
+behind that. A line for each call has microseconds, and the ratios of speeds that the section is about; behind them come
+geometric means, the least, and how many are below what is asked.
 """
 
 from __future__ import annotations
@@ -331,9 +331,11 @@ def drawn(
     asked: argparse.Namespace,
     kinds: Sequence[str] = KINDS[:3],
     ways: Callable[[PackedProblem], dict[str, Way]] = packed_ways,
+    *,
+    windows: bool = False,
     **dtypes: Any,
 ) -> Cells:
-    """Calls at random: heads of a model, divided among GPUs, and steps as an engine makes them."""
+    """Calls at random: heads of a model, divided among GPUs, and what an engine's step has; perhaps with windows."""
     for number in range(asked.drawn):
         at = random.Random(asked.seed * 1_000_000 + number)
         head_dim, heads = drawn_heads(at, MODELS)
@@ -351,9 +353,11 @@ def drawn(
             queries = [int(longest * 2 ** at.uniform(-4, 0)) for _ in range(at.choice((1, 2, 4, 8)))]
         keys = queries if kind == "prompts" else packed_cells.drawn_keys(at, queries, longest)
         page = None if kind == "prompts" else at.choice((16, 32, 64, 128))
-        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page, **dtypes)
+        window = (int(2 ** at.uniform(6, 12)), 0) if windows else None
+        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page, window, **dtypes)
         label = f"{kind}: {len(queries)} of up to {max(queries)} on {min(keys)} to {max(keys)}"
         where = "packed" if page is None else f"pages of {page}"
+        where += f", window {window[0]}" if window else ""
         yield f"{label}, d{head_dim} {heads[0]}/{heads[1]}, {where}", functools.partial(ways, problem)
 
 
@@ -421,6 +425,12 @@ SECTIONS = {
         (OURS, FA3),
         (Ratio("over FA3", *_OVER_FA3, 0.9),),
         functools.partial(drawn, kinds=KINDS, dtype="e4m3"),
+        EIGHT_BIT_TOLERANCE,
+    ),
+    "drawnwindows8": Section(
+        (OURS, FA3),
+        (Ratio("over FA3", *_OVER_FA3, 0.9),),
+        functools.partial(drawn, kinds=KINDS, windows=True, dtype="e4m3"),
         EIGHT_BIT_TOLERANCE,
     ),
     "drawncache8": Section(

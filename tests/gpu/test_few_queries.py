@@ -16,10 +16,12 @@ import torch
 from packed_modules import offsets, packed_attention
 
 import fa3gen
+from fa3gen.design.footprint import eight_bits
+from fa3gen.design.masks import options_of_call
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.run.dispatch import mask_of
-from fa3gen.spec.model import Forward
+from fa3gen.spec.model import WINDOW_MAX, Forward
 from fa3gen.spec.specfile import attention_among
 
 sys.path.append(str(Path(__file__).parent))
@@ -32,11 +34,12 @@ LENGTHS = 1500, 16, 0, 3001, 64  # keys; of fewer than queries, the first ones s
 DENSE_LENGTHS = (1501,) * 3
 HEADS_KV = 2
 COMBINATIONS = pytest.mark.parametrize(("dim", "group", "queries"), list(few_queries.combinations()))
+# Those of 8 bits are in test_fp8_packed_on_gpu.py and test_eight_bit_cache_on_gpu.py.
 IN_ORDER = {
     variant.stem: variant.spec
     for spec_file in WORKSPACE.load_all()
     for variant in attention_among(spec_file.variants)
-    if variant.spec.order != "by_sequence"
+    if variant.spec.order != "by_sequence" and not (eight_bits(variant.spec) or variant.spec.kv.dtype)
 }
 MIXED_GROUPS = 1, 4, 5, 6, 7, 8, 10, 12, 16
 # Two chunks beside more steps than a warp looks at at once, and a sequence without queries.
@@ -96,12 +99,12 @@ def test_chunks_beside_steps(stem: str, group: int, hopper: Any) -> None:
             fa3gen.load(stem).attention(**mixed_call(spec, group, hopper)[0])
         return
     named, wanted = mixed_call(spec, group, hopper)
-    module = fa3gen.load(stem)
-    out, lse = module.attention(**named, return_lse=True)
+    module, causal = fa3gen.load(stem), options_of_call(spec.mask, (WINDOW_MAX, 0))
+    out, lse = module.attention(**named, **causal, return_lse=True)
     close((out, lse), wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = module.attention(**named)
+        captured = module.attention(**named, **causal)
     graph.replay()
     assert captured.equal(out)
     close(fa3gen.attention_packed(**named, causal=True, return_lse=True), wanted)
