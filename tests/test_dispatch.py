@@ -366,12 +366,46 @@ def test_a_table_is_parsed_once_for_as_long_as_it_says_the_same(
     monkeypatch.setattr(dispatch, "rows_as_written", counted)
     rows_for(place, (1024, "k6_d128_causal"), (None, "k6_d128_causal"))
     path.write_text("# Nobody has read this one.\n" + path.read_text())
+    dispatch.choose(CAUSAL, Size(512, 9), lse=True, workspace=place)
+    assert parsed
+    parsed.clear()
     for keys in (512, 1024, 2048):
         dispatch.choose(CAUSAL, Size(keys, 9), lse=True, workspace=place)
-    assert len([text for text in parsed if text == path.read_text()]) == 1
+    assert not parsed
     first = dispatch.read_table(path)
     rows_for(place, (None, "k6_d128_causal"))
     assert len(first.rows) == 2 and len(dispatch.read_table(path).rows) == 1
+
+
+def test_rows_of_a_family_are_those_of_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No others are read, and none are missed: of calls with a mask that a module for any window computes, too."""
+    path, made = dispatch.table_path(CHECKOUT), dispatch.Table.model_validate
+    table, rows = dispatch.read_table(path), list[Any]()
+
+    def counted(tree: dict[str, list[Any]]) -> Table:
+        rows.extend(tree["rows"])
+        return made(tree)
+
+    dispatch._entries.cache_clear()
+    monkeypatch.setattr(Table, "model_validate", counted)
+    families = {row.family for row in table.rows}
+    first = dispatch.rows_for(path, CAUSAL)
+    assert first == table.of_family(CAUSAL) and len(first) <= len(rows) < len(first) + len(families) + 1
+    some = Family("bf16", 64, 64, WindowMask(left=300, right=5), layout="paged", page_rows=48)
+    for family in (*families, some):
+        assert dispatch.rows_for(path, family) == table.of_family(family) != []
+
+
+@pytest.mark.parametrize("line", ["softcap: true", "head_dim: 64"])
+def test_rows_that_say_their_family_last_are_found(line: str, tmp_path: Path) -> None:
+    """A table of another hand, in which the same lines begin rows of two families."""
+    path, capped = tmp_path / "dispatch.yaml", f'  sha256: "0123456789012345"\n  {line}\n'
+    text = dispatch_table.table_text(Table(rows=[ROW, ROW, ROW]))
+    first, begin, rest = text.partition('  sha256: "0123456789012345"\n')
+    path.write_text(first.replace("  head_dim: 128\n", "") + capped + rest if "dim" in line else first + capped + rest)
+    other = dispatch.read_table(path).rows[0].family
+    assert other != CAUSAL and [number for number, _ in dispatch.rows_for(path, other)] == [1]
+    assert [number for number, _ in dispatch.rows_for(path, CAUSAL)] == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -591,7 +591,7 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
     """The module of the first row that serves a call, if there is one, and of which sizes this is so."""
     around = Stretch()
     for home, path in tables(workspace):
-        for number, row in read_table(path).of_family(family):
+        for number, row in rows_for(path, family):
             around = row.narrowed(around, size)
             if not row.serves_size(size):
                 continue
@@ -944,7 +944,71 @@ def _as_written(text: str) -> Table:
     return Table.model_validate({"rows": rows_as_written(text)})
 
 
+def rows_for(path: Path, family: Family) -> list[tuple[int, Row]]:
+    """The rows of a table for calls of a family, with their numbers from 1 on. Raises UserError as `read_table`.
+
+    A process makes calls of few families: the rows of others stay text, in a table that is written as ours.
+    """
+    with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, LookupError):
+        return _entries(path.read_text(encoding="utf-8")).of_family(family)
+    return read_table(path).of_family(family)
+
+
+def _entry_of(names: Iterable[str]) -> re.Pattern[str]:
+    """The beginning of an entry of one of these names, behind another one."""
+    return re.compile(rf"\n  (?:{'|'.join(names)}):")
+
+
+_NAMES = list(Row.model_fields)
+_OF_SIZES = _NAMES.index("group")  # the names before are what a family is
+_IN_FAMILY, _BEHIND_FAMILY = _entry_of(_NAMES[:_OF_SIZES]), _entry_of(_NAMES[_OF_SIZES:])
+
+
+class _Entries:
+    """The text of each row, by what it says of its family, which is said first."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError for what is written otherwise, as far as that is looked at."""
+        self._entries = _behind_comments(text).removeprefix("- ").removesuffix("\n").split("\n- ")
+        self._numbers: dict[str, list[int]] = {}
+        for number, entry in enumerate(self._entries):
+            end = _BEHIND_FAMILY.search(entry)
+            if end is None or _IN_FAMILY.search(entry, end.end()):
+                raise ValueError(entry)
+            self._numbers.setdefault(entry[: end.start()], []).append(number)
+        self._rows: dict[str, list[tuple[int, Row]]] = {}
+        self._families = {said: self._made(numbers[:1])[0][1].family for said, numbers in self._numbers.items()}
+        self._of_family: dict[Family, list[tuple[int, Row]]] = {}
+
+    def of_family(self, family: Family) -> list[tuple[int, Row]]:
+        """As of a Table; raises ValueError for rows of this family that are none."""
+        if family not in self._of_family:
+            serving = [said for said, own in self._families.items() if own.serves(family)]
+            for said in serving:
+                if said not in self._rows:
+                    self._rows[said] = self._made(self._numbers[said])
+            rows = chain.from_iterable(self._rows[said] for said in serving)
+            self._of_family[family] = sorted(rows, key=itemgetter(0))
+        return self._of_family[family]
+
+    def _made(self, numbers: list[int]) -> list[tuple[int, Row]]:
+        rows = rows_as_written("\nrows:\n- " + "\n- ".join(self._entries[number] for number in numbers))
+        return [
+            (number + 1, row) for number, row in zip(numbers, Table.model_validate({"rows": rows}).rows, strict=True)
+        ]
+
+
+_entries = lru_cache(maxsize=2)(_Entries)
+
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])[A-Za-z][\w .()/-]*')
+
+
+def _behind_comments(text: str) -> str:
+    """The rows' lines of a table's text; raises ValueError where there are none behind comments."""
+    head, begin, entries = text.partition("\nrows:\n")
+    if not begin or any(not line.startswith("#") for line in head.splitlines()):
+        raise ValueError("no rows behind comments")
+    return entries
 
 
 def rows_as_written(text: str) -> list[dict[str, Any]]:
@@ -952,11 +1016,8 @@ def rows_as_written(text: str) -> list[dict[str, Any]]:
 
     Raises ValueError for any other, which may be YAML all the same.
     """
-    head, begin, entries = text.partition("\nrows:\n")
-    if not begin or any(not line.startswith("#") for line in head.splitlines()):
-        raise ValueError("no rows behind comments")
     rows: list[dict[str, Any]] = []
-    for line in entries.splitlines():
+    for line in _behind_comments(text).splitlines():
         if line.startswith("  - "):
             rows[-1]["measured"].append(_value(line[4:]))
             continue
