@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import re
 import statistics
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,37 @@ def test_a_table_is_parsed_once_for_as_long_as_it_says_the_same(
     first = dispatch.read_table(path)
     rows_for(place, (None, "k6_d128_causal"))
     assert len(first.rows) == 2 and len(dispatch.read_table(path).rows) == 1
+
+
+def test_a_table_is_read_once_unless_it_may_have_been_written(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of a new size waits for a look at the file's times; those of a file that was just written say nothing."""
+    path, read, texts = dispatch.table_path(place), Path.read_text, []
+
+    def counted(self: Path, *args: Any, **options: Any) -> str:
+        texts.extend([self] * (self == path))
+        return read(self, *args, **options)
+
+    def ends(keys: int) -> int:
+        """Where the row that serves so many keys ends."""
+        row = dispatch.choose(CAUSAL, Size(keys, 9), lse=True, workspace=place).row
+        assert row is not None
+        return row.most_keys
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    for age, times in ((3600, 1), (-60, 3)):  # seconds; less than none, so that no wait makes it old
+        rows_for(place, (1024, "k6_d128_causal"), (None, "k6_d128_causal"))
+        other = read(path).replace("up_to: 1024", "up_to: 4096")
+        then = time.time_ns() - age * 10**9
+        os.utime(path, ns=(then, then))
+        texts.clear()
+        assert [ends(keys) for keys in (512, 1024, 2048)] == [1024, 1024, dispatch.NO_LIMIT]
+        assert len(texts) == times
+        path.write_text(other)
+        if age < 0:  # as if it had been written at the same time
+            os.utime(path, ns=(then, then))
+        assert ends(2048) == 4096
 
 
 def test_rows_of_a_family_are_those_of_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -62,6 +63,7 @@ PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 FEW_QUERIES = 16  # of a sequence: what rows for decoding serve at most
 UNEVEN = (2.0, 6.0, 20.0)  # times the queries in the mean: up to which the longest sequence has them, in rows
+SETTLED_NS = 2 * 10**9  # after which a file that is written again has another time, on any file system
 DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file from another, and short enough to read
 
 
@@ -950,8 +952,25 @@ def rows_for(path: Path, family: Family) -> list[tuple[int, Row]]:
     A process makes calls of few families: the rows of others stay text, in a table that is written as ours.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, LookupError):
-        return _entries(path.read_text(encoding="utf-8")).of_family(family)
+        return _entries_of(path).of_family(family)
     return read_table(path).of_family(family)
+
+
+def _entries_of(path: Path) -> _Entries:
+    """What a table says; of some megabytes, of which a call of a new size would wait for each time.
+
+    They are not read again while the file is the one that was read: by its times, unless these were so young then that
+    a file that was written after it could have the same.
+    """
+    status = path.stat()
+    written = status.st_mtime_ns, status.st_size, status.st_ino
+    known = _known.get(path)
+    if known is not None and known[0] == written:
+        return known[1]
+    entries = _entries(path.read_text(encoding="utf-8"))
+    if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
+        _known[path] = written, entries
+    return entries
 
 
 def _entry_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -998,7 +1017,8 @@ class _Entries:
         ]
 
 
-_entries = lru_cache(maxsize=2)(_Entries)
+_entries = lru_cache(maxsize=2)(_Entries)  # the workspace's own, and the package's
+_known: dict[Path, tuple[tuple[int, int, int], _Entries]] = {}
 
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])[A-Za-z][\w .()/-]*')
 
