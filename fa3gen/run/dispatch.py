@@ -501,6 +501,11 @@ class Choice:
     as_mask: str = ""
     parts: str | None = None
 
+    @property
+    def of_few_queries(self) -> bool:
+        """Whether it is that of a row which was measured with few queries."""
+        return self.row is not None and self.row.seq_q is not None
+
     def __str__(self) -> str:
         """The module, its spec in short, and why, in a few lines."""
         spec = self.spec
@@ -536,9 +541,8 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
         return _of_layouts(family, size, lse, workspace)
     if size.is_causal:
         with contextlib.suppress(NoKernel):
-            found = _of_layouts(family._replace(mask=CausalMask()), size, lse, workspace)
-            why = "no sequence has more keys than the window reaches back over"
-            return replace(found, as_mask=f"a causal mask: {why}")
+            told = "a causal mask: no sequence has more keys than the window reaches back over"
+            return _under(CausalMask(), told, family, size, lse, workspace)
     try:
         if isinstance(family.mask, NoMask) and size.queries <= 1:
             return _of_one_query(family, size, lse, workspace)
@@ -548,33 +552,37 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
             raise
         with contextlib.suppress(NoKernel):
             wide = WindowMask(left=WINDOW_MAX, right=WINDOW_MAX if isinstance(family.mask, NoMask) else 0)
-            found = _of_layouts(family._replace(mask=wide), size, lse, workspace)
-            return replace(found, as_mask="a window that reaches over all keys: there is no module for the mask itself")
+            told = "a window that reaches over all keys: there is no module for the mask itself"
+            return _under(wide, told, family, size, lse, workspace)
         raise
 
 
 def _of_one_query(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
     """The choice for calls without a mask where no sequence has more than one query, which sees all keys under a causal
     mask, too: that of causal calls where these alone have a module, or a row that was measured with few queries."""
-    causal, missing = family._replace(mask=CausalMask()), None
+
+    def causal() -> Choice:
+        told = "a causal mask: no sequence has more than one query"
+        return _under(CausalMask(), told, family, size, lse, workspace)
+
     try:
         found = _of_layouts(family, size, lse, workspace)
-        if found.row is not None and found.row.seq_q is not None:
-            return found
-    except NotRendered as error:
-        missing = error
-    try:
-        other = _of_layouts(causal, size, lse, workspace)
-    except NoKernel:
-        if missing is not None:
+    except NotRendered as missing:
+        try:
+            return causal()
+        except NoKernel:
             raise missing from None
+    if found.of_few_queries:
         return found
-    other = replace(other, as_mask="a causal mask: no sequence has more than one query")
-    if missing is not None:
-        return other
-    around = found.around.meet(other.around)
-    measured = other.row is not None and other.row.seq_q is not None
-    return replace(other if measured else found, around=around)
+    with contextlib.suppress(NoKernel):
+        other = causal()
+        return replace(other if other.of_few_queries else found, around=found.around.meet(other.around))
+    return found
+
+
+def _under(mask: Mask, told: str, family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
+    """The choice for another mask than the call's, which hides the same keys, and what is told of it."""
+    return replace(_of_layouts(family._replace(mask=mask), size, lse, workspace), as_mask=told)
 
 
 def _of_layouts(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
@@ -633,7 +641,7 @@ def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace
         except NoKernel:
             raise missing from None
         return replace(found, size=size, around=_of_all_keys(found.around, family.mask), as_packed=True)
-    if dense.row is not None and dense.row.seq_q is not None:
+    if dense.of_few_queries:
         return dense
     try:
         by_row, around = _measured(*packed, lse, workspace)
@@ -924,10 +932,10 @@ def _natural(dims: str) -> list[int]:
 def read_table(path: Path) -> Table:
     """Read a table. Raises UserError, with every problem, when it is not one.
 
-    A call of a new size asks for it. What was read is kept for as long as the file says the same.
+    What was read is kept for as long as the file says the same.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, LookupError):
-        return _as_written(path.read_text(encoding="utf-8"))
+        return _as_written(_text(path))
     problems: list[Problem] = []
     tree = read(path, path, problems)
     if tree is None or problems:
@@ -949,15 +957,19 @@ def _as_written(text: str) -> Table:
 def rows_for(path: Path, family: Family) -> list[tuple[int, Row]]:
     """The rows of a table for calls of a family, with their numbers from 1 on. Raises UserError as `read_table`.
 
-    A process makes calls of few families: the rows of others stay text, in a table that is written as ours.
+    A call of a new size asks for them. A process makes calls of few families: the rows of others stay text, in a table
+    that is written as ours.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, LookupError):
-        return _entries_of(path).of_family(family)
+        return _entries(_text(path)).of_family(family)
     return read_table(path).of_family(family)
 
 
-def _entries_of(path: Path) -> _Entries:
-    """What a table says; of some megabytes, of which a call of a new size would wait for each time.
+_known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+
+
+def _text(path: Path) -> str:
+    """What a table's file says: some megabytes, for which a call of a new size would wait each time.
 
     They are not read again while the file is the one that was read: by its times, unless these were so young then that
     a file that was written after it could have the same.
@@ -967,10 +979,10 @@ def _entries_of(path: Path) -> _Entries:
     known = _known.get(path)
     if known is not None and known[0] == written:
         return known[1]
-    entries = _entries(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
     if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
-        _known[path] = written, entries
-    return entries
+        _known[path] = written, text
+    return text
 
 
 def _entry_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -996,7 +1008,8 @@ class _Entries:
                 raise ValueError(entry)
             self._numbers.setdefault(entry[: end.start()], []).append(number)
         self._rows: dict[str, list[tuple[int, Row]]] = {}
-        self._families = {said: self._made(numbers[:1])[0][1].family for said, numbers in self._numbers.items()}
+        firsts = self._made([numbers[0] for numbers in self._numbers.values()])
+        self._families = {said: row.family for said, (_, row) in zip(self._numbers, firsts, strict=True)}
         self._of_family: dict[Family, list[tuple[int, Row]]] = {}
 
     def of_family(self, family: Family) -> list[tuple[int, Row]]:
@@ -1018,7 +1031,6 @@ class _Entries:
 
 
 _entries = lru_cache(maxsize=2)(_Entries)  # the workspace's own, and the package's
-_known: dict[Path, tuple[tuple[int, int, int], _Entries]] = {}
 
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])[A-Za-z][\w .()/-]*')
 
