@@ -4,10 +4,11 @@
 
 times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, for 8
 bits with the package nvidia-cudnn-frontend, from CUDA graphs in rounds of shuffled order, in one process. Sections:
-packed, paged, windows, decode, mixed, cache8, fp8, and five of calls at random, the same ones for a seed: drawn, of
-serving engines (drafts, chunks of prompts, chunks beside steps), drawn8, the same with 8 bits, steps and prompts, too,
-drawnwindows8, these with windows, drawncache8, with keys of 8 bits beside queries of 16, and prompts (dense, packed,
-with windows). First all modules that the calls take are compiled, as many at once as there are cores; --list ends
+packed, paged, windows, decode, mixed, cache8, fp8, quantised and quantised_short, where tensors of 16 bits are made 8
+bits first, and five of calls at random, the same ones for a seed: drawn, of serving engines (drafts, chunks of prompts,
+chunks beside steps), drawn8, the same with 8 bits, steps and prompts, too, drawnwindows8, these with windows,
+drawncache8, with keys of 8 bits beside queries of 16, and prompts (dense, packed, with windows). First all modules that
+the calls take are compiled, as many at once as there are cores; --list ends
 behind that. A line for each call has microseconds, and the ratios of speeds that the section is about; behind them come
 geometric means, the least, and how many are below what is asked.
 """
@@ -44,6 +45,7 @@ from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
 from fa3gen.measure.peers import PEERS, PackedCall, Unavailable  # noqa: E402
 from fa3gen.measure.tuning.measuring import CudaTimer, in_turns  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
+from fa3gen.run.eight_bits import FACTORS  # noqa: E402
 from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
 
@@ -320,6 +322,36 @@ def fp8(_: argparse.Namespace) -> Cells:
                 yield f"d{head_dim} {'causal' if causal else 'full'} {seq}", ways
 
 
+def made_8_bits(tensors: Sequence[torch.Tensor], causal: bool, *, scales: str) -> dict[str, Way]:
+    """Attention of tensors of 16 bits that are made 8 bits before, V transposed, its keys permuted; and that alone.
+
+    Scales of heads are "given", those of the step before, or "found", which takes a kernel more for each tensor.
+    """
+    how: tuple[dict[str, Any], ...] = ({}, {}, {"transpose": True, "permute_keys": True})
+    made = [fa3gen.quantize(x, **options) for x, options in zip(tensors, how, strict=True)]
+    factors = {name: factor for name, (_, factor) in zip(FACTORS, made, strict=True)}
+    attend = ours(fa3gen.attention, *(x for x, _ in made), **factors, v_permuted=True, causal=causal)
+
+    def launch() -> torch.Tensor:
+        for x, (out, factor), options in zip(tensors, made, how, strict=True):
+            fa3gen.quantize(x, descale=factor if scales == "given" else None, out=out, **options)
+        return attend.launch()
+
+    return {scales: replace(attend, launch=launch), NARROW: attend}
+
+
+def quantised(_: argparse.Namespace, cells: Sequence[tuple[bool, int]]) -> Cells:
+    """Tensors of 16 bits as they are, and made 8 bits first: 16,384 tokens, 16 heads of 128."""
+    for causal, seq in cells:
+
+        def ways(causal: bool = causal, seq: int = seq) -> dict[str, Way]:
+            tensors = dense((16384 // seq, seq, seq), (16, 16), 128)
+            found = {WIDE: ours(fa3gen.attention, *tensors, causal=causal)}
+            return found | made_8_bits(tensors, causal, scales="given") | made_8_bits(tensors, causal, scales="found")
+
+        yield f"{'causal' if causal else 'full'} {seq}", ways
+
+
 def drawn_heads(at: random.Random, models: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, int]]:
     """Head dim and heads of a model, divided among GPUs."""
     head_dim, heads_q, heads_kv = at.choice(models)
@@ -393,6 +425,7 @@ def prompts(asked: argparse.Namespace) -> Cells:
 
 
 _OVER_FA3 = OURS, (FA3,)
+_MADE = WIDE, "given", "found", NARROW
 SECTIONS = {
     "packed": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.10),), packed),
     "paged": Section(
@@ -418,6 +451,18 @@ SECTIONS = {
         (OURS, CUDNN, FA3),
         (Ratio("over the best", OURS, (CUDNN, FA3), 1.0), Ratio("over FA3", *_OVER_FA3, 1.0)),
         fp8,
+        EIGHT_BIT_TOLERANCE,
+    ),
+    "quantised": Section(
+        _MADE,
+        tuple(Ratio(f"{way} over 16 bits", way, (WIDE,), 1.25) for way in _MADE[1:]),
+        functools.partial(quantised, cells=((False, 8192), (False, 16384), (True, 16384))),
+        EIGHT_BIT_TOLERANCE,
+    ),
+    "quantised_short": Section(
+        _MADE,
+        tuple(Ratio(f"{way} over 16 bits", way, (WIDE,), 1.1) for way in _MADE[1:]),
+        functools.partial(quantised, cells=((False, 4096), (True, 8192))),
         EIGHT_BIT_TOLERANCE,
     ),
     "drawn": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), drawn),
