@@ -18,14 +18,14 @@ time, where there may be no GPU, and to load that where it runs:
 
 Decisions
     tensors   x: (batch, seq, heads, head_dim), any strides; out alike, its rows contiguous
-    loads     16 bytes of x at a time, 8 threads side by side: 128 bytes
-    rotation  D: random signs, as given; H: Sylvester's Hadamard matrix; in float32
+    loads     16 bytes of x at a time, 4 threads side by side: 64 bytes
+    rotation  D: random signs, as given; H: Sylvester's Hadamard matrix; sums in float32
     scales    of 128 rows, which a CTA keeps in registers: x is read once
     order     heads of the same rows one behind the other, as they lie in x
     output    from registers, 8 bytes of a row at a time
 
 Threads
-    256 threads, 8 warps: 8 for a row, of which each has 2 x 8 elements of 4 rows
+    256 threads, 8 warps: 4 for a row, of which each has 4 x 8 elements of 2 rows
     about 112 registers each: values 64, signs 16, addresses and counters 32
 
 Shared memory
@@ -36,7 +36,7 @@ Shared memory
 Timeline: a CTA has 128 rows of a head
     per tile:
       1  all warps  load x             all rows of a thread, before one is used; 0 behind the last one
-      2  all warps  rotate x           butterflies: in registers, and between the threads of a row by shuffles
+      2  all warps  rotate x           four bits of an element's number by an mma, the others by sums and differences in registers
       3  all warps  find descale       from the largest |x| of each warp, which they leave in shared memory
       4  all warps  round x / descale  to 8 bits, and no further than 448
       5  all warps  store rows         8 bytes at a time
@@ -47,19 +47,22 @@ import functools
 import cutlass
 import cutlass.cute as cute
 import torch
+from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 DTYPE = cutlass.BFloat16  # of x
 OUT_DTYPE, TORCH_OUT_DTYPE = cutlass.Float8E4M3FN, torch.float8_e4m3fn
 HEAD_DIM = 128
 THREADS = 256
-LANES = 8  # threads of a row
+LANES = 4  # threads of a row
 VECTOR = 8  # adjacent elements of x in 16 bytes
 VECTORS = HEAD_DIM // (LANES * VECTOR)  # of a row, that a thread has: neighbours read side by side
 OF_THREAD = VECTORS * VECTOR  # elements of a row
 ROWS = 128  # of a head, that a CTA has at once
 ROWS_OF_THREAD = ROWS * LANES // THREADS  # one behind the other
-LANE_BITS, REGISTER_BITS = 3, OF_THREAD.bit_length() - 1  # of an element's number in its row
+MMA_SHAPE = (16, 8, 16)
+BLOCK = MMA_SHAPE[2] // LANES  # adjacent elements of a row that a thread has of those that one mma rotates
+REGISTER_BITS = OF_THREAD.bit_length() - 1  # of an element's number in a thread's part of a row
 WARPS = THREADS // 32
 GRID_MAX = 65535  # of the second and the third dimension
 SMALLEST = 2.0**-100  # descale of zeros: none is 0, so that none is divided by
@@ -110,8 +113,7 @@ def quantize_kernel(x: cute.Tensor, signs: cute.Tensor, out: cute.Tensor, descal
     gOut = out[sequence, None, head, None]  # (seq, HEAD_DIM)
     rX = load_rows(x[sequence, None, head, None], first, lane)
     rSigns = load_signs(signs, lane)
-    values = in_float32(rX)
-    rotate(values, rSigns, lane)
+    values = rotate(rX, rSigns, make_hadamard())
     scale = scale_of(largest_of_cta(largest_of(values), storage))
     if thread == 0:
         descale[sequence, head, tile] = scale
@@ -141,45 +143,68 @@ def load_rows(gX: cute.Tensor, first: cutlass.Int32, lane: cutlass.Int32) -> cut
     return rX
 
 
-@cute.jit
-def in_float32(rX: cute.Tensor) -> cute.Tensor:
-    """The same values in float32."""
-    values = cute.make_rmem_tensor(rX.layout, cutlass.Float32)
-    values.store(rX.load().to(cutlass.Float32))
-    return values
+# ======================================================================================================================
+# Rotation
+# ======================================================================================================================
+# H[i, j] is -1 where i & j has an odd number of ones: for each bit of an element's number in its row a butterfly, a sum
+# and a difference, in any order. The third and the fourth bit are a thread's number among the four of a row: with the
+# first two they are 16 elements, a BLOCK of each thread, and these butterflies one product, x by H of 16 elements. The
+# order in which a sum has its terms is free, and so A is what a thread has loaded; and a thread gets the sums in the
+# places of its elements (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The other bits are of places in a thread.
 
 
 @cute.jit
 def load_signs(signs: cute.Tensor, lane: cutlass.Int32) -> cute.Tensor:
-    """A thread's part of signs / sqrt(HEAD_DIM), in the order of its part of a row; signs: (HEAD_DIM,)."""
-    rSigns = cute.make_rmem_tensor(OF_THREAD, cutlass.Float32)
-    vectors = cute.make_tensor(rSigns.iterator, cute.make_layout((VECTORS, VECTOR), stride=(VECTOR, 1)))
+    """A thread's part of signs, in the order of its part of a row; signs: (HEAD_DIM,)."""
+    rows, rSigns = (cute.make_rmem_tensor(OF_THREAD, dtype) for dtype in (cutlass.Float32, DTYPE))
+    vectors = cute.make_tensor(rows.iterator, cute.make_layout((VECTORS, VECTOR), stride=(VECTOR, 1)))
     for vector in cutlass.range_constexpr(VECTORS):
         cute.autovec_copy(cute.local_tile(signs, (VECTOR,), (vector * LANES + lane,)), vectors[vector, None])
-    rSigns.store(rSigns.load() * HEAD_DIM**-0.5)
+    rSigns.store(rows.load().to(DTYPE))
     return rSigns
 
 
 @cute.jit
-def rotate(values: cute.Tensor, rSigns: cute.Tensor, lane: cutlass.Int32):
-    """values = H D values / sqrt(HEAD_DIM), D the diagonal of signs, and H a Hadamard matrix.
+def make_hadamard() -> cute.Tensor:
+    """H of 16 elements as B operand, (MMA, MMA_N): of element j + 2 h of thread t in element c + 2 b of thread u."""
+    lane = cute.arch.lane_idx()
+    t, u, c = lane % LANES, lane // (2 * LANES), lane // LANES % 2  # N of the operand is 2 u + c
+    both = t & u
+    even = -1.0 if (both ^ (both >> 1)) & 1 else 1.0
+    odd = -even if c == 1 else even
+    rHadamard = cute.make_rmem_tensor(((2, 2), 2), DTYPE)  # ((j, h), b)
+    for b in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(2):
+            rHadamard[(0, h), b] = DTYPE(-even if h & b else even)
+            rHadamard[(1, h), b] = DTYPE(-odd if h & b else odd)
+    return rHadamard
 
-    H[i, j] is -1 where i & j has an odd number of ones. Of the bits of i a thread has the lower three and those from
-    the seventh on, and its number in the row is the three between them.
-    """
-    rTurns = cute.make_rmem_tensor(LANE_BITS, cutlass.Float32)  # whether a lane has the difference of two, or the sum
-    for bit in cutlass.range_constexpr(LANE_BITS):
-        rTurns[bit] = -1.0 if (lane >> bit) & 1 else 1.0
+
+@cute.jit
+def rotate(rX: cute.Tensor, rSigns: cute.Tensor, rHadamard: cute.Tensor) -> cute.Tensor:
+    """H D x / sqrt(HEAD_DIM) in float32, D the diagonal of signs, in the layout of rX."""
+    for i in cutlass.range_constexpr(ROWS_OF_THREAD):
+        row = cute.make_tensor(rX.iterator + i * OF_THREAD, cute.make_layout(OF_THREAD))
+        row.store(row.load() * rSigns.load())
+    values = cute.make_rmem_tensor(rX.layout, cutlass.Float32)
+    values.fill(0.0)
+    mma = cute.make_mma_atom(warp.MmaF16BF16Op(DTYPE, cutlass.Float32, MMA_SHAPE))
+    pairs, blocks = ROWS_OF_THREAD // 2, OF_THREAD // BLOCK  # of rows
+    # (MMA, MMA_M, blocks), and (MMA, MMA_M, MMA_N, blocks)
+    operand = cute.make_layout(((2, 2, 2), pairs, blocks), stride=((1, OF_THREAD, 2), 2 * OF_THREAD, BLOCK))
+    sums = cute.make_layout(((2, 2), pairs, 2, blocks), stride=((1, OF_THREAD), 2 * OF_THREAD, 2, BLOCK))
+    tXrX, acc = cute.make_tensor(rX.iterator, operand), cute.make_tensor(values.iterator, sums)
+    for block in cutlass.range_constexpr(blocks):
+        of_block = acc[None, None, None, block]
+        cute.gemm(mma, of_block, tXrX[None, None, block], rHadamard, of_block)
+    values.store(values.load() * HEAD_DIM**-0.5)
     for i in cutlass.range_constexpr(ROWS_OF_THREAD):
         row = cute.make_tensor(values.iterator + i * OF_THREAD, cute.make_layout(OF_THREAD))
-        row.store(row.load() * rSigns.load())
-        for bit in cutlass.range_constexpr(REGISTER_BITS):
+        for bit in cutlass.range_constexpr(BLOCK.bit_length() - 1, REGISTER_BITS):
             for pair in cutlass.range_constexpr(OF_THREAD // 2):
                 j, step = (pair >> bit << bit + 1) + pair % (1 << bit), 1 << bit
                 row[j], row[j + step] = row[j] + row[j + step], row[j] - row[j + step]
-        for bit in cutlass.range_constexpr(LANE_BITS):
-            for j in cutlass.range_constexpr(OF_THREAD):
-                row[j] = row[j] * rTurns[bit] + cute.arch.shuffle_sync_bfly(row[j], offset=1 << bit)
+    return values
 
 
 # ======================================================================================================================

@@ -90,12 +90,15 @@ def test_quantize_warps() -> None:
 
 
 def test_quantize_rows() -> None:
-    """256 threads have 32 rows at once."""
-    assert quantizes.quantize_rows(96, 256) is None
-    assert quantizes.quantize_rows(80, 256) == Violation(
+    """256 threads have 32 rows at once, and 128 that are rotated."""
+    assert quantizes.quantize_rows(96, 256, rotate=False) is quantizes.quantize_rows(256, 256, rotate=True) is None
+    assert quantizes.quantize_rows(80, 256, rotate=False) == Violation(
         "tile.rows", "256 threads, 8 for a row, have 32 rows at once: a multiple of it, not 80; use 96"
     )
-    assert list(violations(rows=80)) == ["tile.rows"]
+    assert quantizes.quantize_rows(96, 256, rotate=True) == Violation(
+        "tile.rows", "256 threads, 4 for two rows of an mma, have 128 rows at once: a multiple of it, not 96; use 128"
+    )
+    assert list(violations(rows=80)) == list(violations(rows=96, rotate=True)) == ["tile.rows"]
 
 
 def test_quantize_transposed() -> None:

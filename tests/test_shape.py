@@ -645,7 +645,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "combine_kernel": {32: "threads of a warp"},
     "find_scale": {5: "log2 of the 32 threads", 32: "threads of a warp"},
     "largest_of_cta": {5: "log2 of the 32 threads"},
-    "scale_rows": {3: "log2 of the 8 threads of a row"},
+    "scale_rows": {2: "log2 of the 4 threads of a row"},
     "quantize": {4: "dimensions"},
     "in_order_of_columns": {4: "registers apart", 8: "registers of 16 columns", 16: "columns"},
     "add_up_row": {32: "threads of a warp"},
@@ -836,7 +836,7 @@ def foreign_to_a_quantization(stem: str) -> str:
     """The same of a quantisation, which knows nothing of attention but what shares a head of k."""
     problem = plans()[stem].problem
     words = [r"softmax|\bseq_[qk]\b|heads_q|\bmask|\bLSE\b|wgmma|TMA|tma_|mbarrier"]
-    words += [r"rotat|[sS]igns|Hadamard|LANE_BITS"] * (not problem.rotate)
+    words += [r"rotat|[sS]igns|Hadamard|MMA_SHAPE|REGISTER_BITS"] * (not problem.rotate)
     words += [r"[cC]olumn|turned|UNIT|WORD|store_columns" if not problem.transpose else r"store_rows"]
     words += [r"heads_kv|partial|amax_kernel|MOST_PARTS|given, and"] * (problem.scaled_per != "head")
     words += [r"scale_rows"] * (problem.scaled_per != "token")

@@ -8,6 +8,8 @@ from fa3gen.hardware.dtypes import E4M3, FP32, INT32, VECTOR_BYTES
 from fa3gen.spec.quantizing import Quantize
 
 LANES = 8  # threads of a row: of 16-bit elements they read 8 x 16 = 128 bytes side by side, a line
+QUAD = 4  # threads of a row that is rotated: of an mma's operand A, of which each has two rows
+ROWS_OF_MMA = 2
 VECTOR = VECTOR_BYTES // hopper.BYTES_16BIT  # adjacent elements of x that a thread loads at once
 WIDTH = LANES * VECTOR  # elements of a row in which each of its threads has a vector; head dims are multiples of it
 WORD = INT32.bytes // E4M3.bytes  # rows of a column that a thread writes at once where it transposes
@@ -16,14 +18,19 @@ MOST_PARTS = 256  # of what shares a scale, whose maxima each warp reads: 8 for 
 OTHER_REGISTERS = 32  # as compiled: strides in 64 bits, addresses, counters
 
 
+def lanes(spec: Quantize) -> int:
+    """Threads of a row."""
+    return QUAD if spec.problem.rotate else LANES
+
+
 def vectors(spec: Quantize) -> int:
     """Vectors of a row that a thread has."""
-    return spec.problem.head_dim // WIDTH
+    return spec.problem.head_dim // (lanes(spec) * VECTOR)
 
 
 def rows_of_thread(spec: Quantize) -> int:
     """Rows of a tile that a thread has a part of."""
-    return spec.tile.rows * LANES // spec.tile.threads
+    return spec.tile.rows * lanes(spec) // spec.tile.threads
 
 
 def values_of_thread(spec: Quantize) -> int:
@@ -43,5 +50,5 @@ def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
     """An estimate of what a thread holds at the widest point, by what."""
     held = [("values", values_of_thread(spec)), ("addresses and counters", OTHER_REGISTERS)]
     if spec.problem.rotate:
-        held.insert(1, ("signs", vectors(spec) * VECTOR))
+        held.insert(1, ("signs", vectors(spec) * VECTOR * spec.element.bytes // FP32.bytes))
     return held

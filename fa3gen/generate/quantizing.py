@@ -40,10 +40,12 @@ class ProblemPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Rows of a tile, and CTAs of an SM."""
+    """Rows of a tile, and CTAs of an SM; threads of a row, and the bits of their number."""
 
     rows: int
     ctas_per_sm: int
+    lanes: int
+    lane_bits: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
     """Derive the plan of one variant."""
     described, cta, operation = describe(spec, variant.summary), cta_of(spec), operation_of(spec)
     problem, names = spec.problem, tuple(argument.name for argument in operation.arguments)
+    lanes = quantizing.lanes(spec)
     return QuantizePlan(
         stem=variant.stem,
         spec=spec,
@@ -138,13 +141,13 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
             permute=problem.permute_keys,
             scaled_per=problem.scale,
         ),
-        tile=TilePlan(spec.tile.rows, spec.tile.per_sm),
+        tile=TilePlan(spec.tile.rows, spec.tile.per_sm, lanes, lanes.bit_length() - 1),
         arguments=ArgumentsPlan(
             launch=names,
             amax=tuple(name for name in names if name not in ("out", "descale")),
             rotation=", signs" * problem.rotate,
         ),
-        imports=ImportsPlan(dataclasses="", pipeline=False, nvgpu="", smem_allocator=bool(cta.regions), math=False),
+        imports=ImportsPlan(dataclasses="", pipeline=False, nvgpu="warp" * problem.rotate, smem_allocator=bool(cta.regions), math=False),
         entry=_entry(spec),
         scheduler=SchedulerPlan(persistent=problem.scale == "head"),
         sections=SectionsPlan(
@@ -179,7 +182,7 @@ def describe(spec: Quantize, summary: str) -> Description:
         ),
         decisions=tuple(_decisions(spec)),
         threads=(
-            f"{cta.threads} threads, {cta.threads // hopper.WARP} warps: {quantizing.LANES} for a row, of which each "
+            f"{cta.threads} threads, {cta.threads // hopper.WARP} warps: {quantizing.lanes(spec)} for a row, of which each "
             f"has {quantizing.vectors(spec)} x {quantizing.VECTOR} elements of {quantizing.rows_of_thread(spec)} rows",
             f"about {sum(count for _, count in cta.held)} registers each: {held}",
         ),
@@ -198,21 +201,22 @@ def _shared(spec: Quantize) -> str:
 
 def _decisions(spec: Quantize) -> list[tuple[str, str]]:
     problem, rows = spec.problem, spec.tile.rows
-    size, run = quantizing.VECTOR * spec.out_element.bytes, quantizing.LANES * VECTOR_BYTES
+    lanes = quantizing.lanes(spec)
+    size, run = quantizing.VECTOR * spec.out_element.bytes, lanes * VECTOR_BYTES
     found = [
         ("tensors", "x: (batch, seq, heads, head_dim), any strides; out alike, " + _stored(spec)),
-        ("loads", f"16 bytes of x at a time, {quantizing.LANES} threads side by side: {run} bytes"),
+        ("loads", f"16 bytes of x at a time, {lanes} threads side by side: {run} bytes"),
     ]
     if problem.permute_keys:
         found.append(
             ("keys", "position 4t + j of each 16 has row 2t + j % 2 + 8 (j // 2), by which rows a thread loads")
         )
     if problem.rotate:
-        found.append(("rotation", "D: random signs, as given; H: Sylvester's Hadamard matrix; in float32"))
+        found.append(("rotation", "D: random signs, as given; H: Sylvester's Hadamard matrix; sums in float32"))
     scales = {
         "head": "of a group of heads, by a kernel of its own, which reads x once more; or given, and saturating",
         "block": f"of {rows} rows, which a CTA keeps in registers: x is read once",
-        "token": "of a row, which 8 threads of a warp have: x is read once",
+        "token": f"of a row, which {lanes} threads of a warp have: x is read once",
     }
     stores = f"{rows} x {problem.head_dim} turned in shared memory; 16 bytes of a column at a time"
     found += [
@@ -254,6 +258,7 @@ def expectation(spec: Quantize, cta: Cta) -> Expectation:
         mbarrier_expect_tx=0,
         ldmatrix=0,
         stmatrix=0,
+        mma=_products(spec),
         setmaxnreg={},
         smem_bytes=cta.smem_bytes,
         max_registers=min(hopper.REGISTERS_PER_THREAD, share),
@@ -265,6 +270,11 @@ def expectation(spec: Quantize, cta: Cta) -> Expectation:
             shared_stores=_shared_stores(spec),
         ),
     )
+
+
+def _products(spec: Quantize) -> int:
+    """Of 16 columns by two mma, of whose four sums a thread has two of each of two rows; in each kernel that rotates."""
+    return quantizing.values_of_thread(spec) // 4 * (1 + (spec.problem.scale == "head")) * spec.problem.rotate
 
 
 def _global_stores(spec: Quantize) -> dict[str, int]:

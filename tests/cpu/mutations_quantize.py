@@ -154,25 +154,31 @@ def blocks() -> list[Mutation]:
         make(
             "a sum for a difference",
             "of the first butterfly",
-            Change(Line("sub.f32 %r#, %r#, %r#;", 0, 128), "sub.f32", "add.f32"),
+            Change(Line("sub.f32 %r#, %r#, %r#;", 0, 96), "sub.f32", "add.f32"),
             reports={NUMBERS},
         ),
         make(
-            "lanes that are no neighbours",
-            "exchange",
-            Change(Line("shfl.sync.bfly.b32 %r#, %r#, 2, 31, -1;", 7, 65), "2, 31", "1, 31"),
+            "bits of either thread",
+            "of a quad, in the product's B, and not of both",
+            Change(Line("and.b32 %r#, %r#, %r#;"), "and.b32", "or.b32"),
             reports={NUMBERS},
         ),
         make(
-            "all lanes have the sum",
-            "of bit 1 of their number",
-            Change(Line("selp.f32 %r#, 0f3F800000, 0fBF800000, %p#;", 0, 2), "0fBF800000", "0f3F800000"),
+            "all threads have the sum",
+            "of bits of their number",
+            Change(Line("selp.f32 %r#, 0f3F800000, 0fBF800000, %p#;"), "0fBF800000", "0f3F800000"),
             reports={NUMBERS},
         ),
         make(
-            "no square root of the head dim for a column",
-            "one sign is not scaled",
-            Change(Line("mul.f32 %r#, %r#, 0f3DB504F3;", 4, 16), "0f3DB504F3", "0f3F800000"),
+            "even elements for odd ones",
+            "in which the product's sums are differences",
+            Change(Line("setp.eq.b32 %p#, %r#, 0;"), ", 0;", ", 4;"),
+            reports={NUMBERS},
+        ),
+        make(
+            "no square root of the head dim for an element",
+            "one term of butterflies is not scaled",
+            Change(Line("mul.f32 %r#, %r#, 0f3DB504F3;", 4, 64), "0f3DB504F3", "0f3F800000"),
             reports={NUMBERS},
         ),
         make(
@@ -184,13 +190,13 @@ def blocks() -> list[Mutation]:
         make(
             "rows behind the last one are read",
             "of the last sequence there is nothing more",
-            Change(Line(BEHIND, 1, 8), "%r#, %r#;", "1, 0;"),
+            Change(Line(BEHIND, 1, 4), "%r#, %r#;", "1, 0;"),
             reports={Kind.OUT_OF_BOUNDS, NUMBERS},
         ),
         make(
             "rows behind the last one are written",
             "into what follows",
-            Change(Line(BEHIND, 5, 8), "%r#, %r#;", "1, 0;"),
+            Change(Line(BEHIND, 3, 4), "%r#, %r#;", "1, 0;"),
             reports={Kind.OUT_OF_BOUNDS, NUMBERS, Kind.GLOBAL_RACE},
         ),
         make(

@@ -24,9 +24,9 @@ def answers(spec: Quantize) -> list[Answer]:
         found.append(quantizes.quantize_columns_of_tokens.ask(spec.problem.scale))
     if any(answer.refuses for answer in found):
         return found
-    found.append(quantizes.quantize_rows.ask(rows, threads))
+    found.append(quantizes.quantize_rows.ask(rows, threads, rotate=spec.problem.rotate))
     if spec.problem.transpose and not found[-1].refuses:
-        found.append(quantizes.quantize_transposed.ask(rows, threads))
+        found.append(quantizes.quantize_transposed.ask(rows, threads, quantizing.lanes(spec)))
     if any(answer.refuses for answer in found):
         return found
     found.append(quantizes.quantize_registers.ask(threads, spec.tile.per_sm, quantizing.registers_per_thread(spec)))

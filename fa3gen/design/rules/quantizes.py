@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fa3gen.design.quantizing import LANES, UNIT, WIDTH, WORD
+from fa3gen.design.quantizing import LANES, QUAD, ROWS_OF_MMA, UNIT, WIDTH, WORD
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
 from fa3gen.design.rules.wording import around, too_many_registers
 from fa3gen.hardware import hopper
@@ -53,22 +53,24 @@ def quantize_warps(threads: int) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="tile")
-def quantize_rows(rows: int, threads: int) -> Violation | None:
-    """All threads have the same number of rows."""
-    at_once = threads // LANES
+def quantize_rows(rows: int, threads: int, *, rotate: bool) -> Violation | None:
+    """All threads have the same number of rows; of an mma, which rotates, two."""
+    lanes = QUAD if rotate else LANES
+    at_once = threads // lanes * (ROWS_OF_MMA if rotate else 1)
     if rows % at_once == 0:
         return None
     above = -(-rows // at_once) * at_once
     return Violation(
         "tile.rows",
-        f"{threads} threads, {LANES} for a row, have {at_once} rows at once: a multiple of it, not {rows}; use {above}",
+        f"{threads} threads, {lanes} for {'two rows of an mma' if rotate else 'a row'}, have {at_once} rows at once: a "
+        f"multiple of it, not {rows}; use {above}",
     )
 
 
 @rule(kind=GENERATOR, topic="tile")
-def quantize_transposed(rows: int, threads: int) -> Violation | None:
+def quantize_transposed(rows: int, threads: int, lanes: int = LANES) -> Violation | None:
     """Four rows of a column are a word of shared memory, 16 a vector; of a column's vectors 8 are exchanged."""
-    of_thread, units = rows * LANES // threads, LANES * UNIT
+    of_thread, units = rows * lanes // threads, LANES * UNIT
     if rows % units:
         above = -(-rows // units) * units
         return Violation(
@@ -81,7 +83,7 @@ def quantize_transposed(rows: int, threads: int) -> Violation | None:
     return Violation(
         "tile.threads",
         f"transposed, a thread packs {WORD} rows of a column into a word, and {threads} threads have {of_thread} of "
-        f"{rows} rows each; use {rows * LANES // WORD}",
+        f"{rows} rows each; use {rows * lanes // WORD}",
     )
 
 
