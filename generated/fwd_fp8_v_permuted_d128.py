@@ -26,7 +26,7 @@ Decisions
     sums       the tensor core sums P V of a tile of keys, threads add these in float32, where O is rescaled anyway
     kv order   from the last tile, which the end of the keys may cut, to the first
     output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
-    q order    a CTA per SM; tiles are dealt out in turn, those of a head next to each other
+    q order    a CTA per SM; tiles are dealt out in turn, the last wave in equal shares of tiles of keys (Stream-K)
 
 Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504
@@ -65,29 +65,34 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       10  consumers  wait v_full, O += P V           by wgmma, of the step before, alone
       11  consumers  wait_group 1, arrive k_empty    S is complete, P V runs on
       12  consumers  softmax                         P = 2^(S - max + 8) and sums
-      13  consumers  wait_group 0, arrive v_empty    P V is complete; after 8 exponentials a thread
+      13  consumers  wait_group 0, arrive v_empty    P V is complete; after 4 exponentials a thread
       14  consumers  promote                         O to the last step's maxima, its P V added
       15  consumers  round P                         P in 8 bits
     at a tile's end:
       16  consumers  arrive q_empty                  Q has been read
-      17  all        next tile                       dealt out in turn
+      17  all        next tile                       dealt out in turn, then a share of the last wave
       18  consumers  wait v_full                     the last V has landed
       19  consumers  wait q_full, wait k_full        so have the next tile's Q and first K
       20  consumers  O += P V                        by wgmma, of the last step
       21  consumers  S = Q K^T                       by wgmma, of the next tile's first step
       22  consumers  wait_group 1, arrive v_empty    P V is complete; the next S runs on
       23  consumers  promote                         the last P V
-      24  consumers  store LSE                       from registers, if asked for
-      25  consumers  wait stores, gather O, store O  by stmatrix and TMA, each warp its own rows
-      26  consumers  wait_group 0, arrive k_empty    the next tile's first S is complete
+      24  consumers  add O                           if the CTA before has begun this tile
+      25  consumers  give O                          to the next CTA if it goes on; else:
+      26  consumers  store LSE                       from registers, if asked for
+      27  consumers  wait stores, gather O, store O  by stmatrix and TMA, each warp its own rows
+      28  consumers  wait_group 0, arrive k_empty    the next tile's first S is complete
     at last:
-      27  consumers  wait stores                     shared memory must outlive the stores' reads
+      29  consumers  wait stores                     shared memory must outlive the stores' reads
 """
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -111,6 +116,10 @@ Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
+PART_VECTORS, VECTOR = HEAD_DIM // 8 + 1, 4  # of a thread: its elements of O, maxima and sums; float32 in 16 bytes
+PART_SHAPE = (PART_VECTORS, CONSUMERS * WARPGROUP_THREADS, VECTOR)  # what a CTA has of a tile that it does not complete
+PARTS = 8  # of a tile of queries in the last wave, at most
+STEPS_SAVED = 4  # at least, where the last wave is split: about what merging the parts takes
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
@@ -124,7 +133,7 @@ P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has mo
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-EXP_BEFORE_WAIT = 8  # exponentials of a thread in a step before it waits for P V of the step before
+EXP_BEFORE_WAIT = 4  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -162,8 +171,22 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, q_descale, k_descale, v_descale, out, lse, num_sms: cutlass.Int32, scale: cutlass.Float32, stream):
-    """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
+def launch(
+    q,
+    k,
+    v,
+    q_descale,
+    k_descale,
+    v_descale,
+    out,
+    lse,
+    num_sms: cutlass.Int32,
+    flags,
+    parts,
+    scale: cutlass.Float32,
+    stream,
+):
+    """Describe the tensors to the TMA unit, deal out the last wave, and start one CTA per SM, or fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
@@ -179,9 +202,30 @@ def launch(q, k, v, q_descale, k_descale, v_descale, out, lse, num_sms: cutlass.
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
     tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
     num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(mQ, mode=[2]) * cute.size(q, mode=[0])
-    num_ctas = cutlass.min(num_tiles, num_sms)
+    # Whole waves, then the steps of the last tiles, one for each tile of keys, in equal shares where that pays.
+    n_blocks = cute.ceil_div(cute.size(k, mode=[1]), TILE_N)
+    num_whole = num_tiles // num_sms * num_sms
+    tail_steps = (num_tiles - num_whole) * n_blocks
+    share = cutlass.max(cute.ceil_div(tail_steps, num_sms), cute.ceil_div(n_blocks, PARTS))
+    tail = num_whole, tail_steps, share if share + STEPS_SAVED <= n_blocks else n_blocks
+    num_ctas = cutlass.min(num_whole + cute.ceil_div(tail_steps, tail[2]), num_sms)
     attention_kernel(
-        mQ, mK, mVt, mO, mLSE, q_descale, k_descale, v_descale, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, num_tiles
+        mQ,
+        mK,
+        mVt,
+        mO,
+        mLSE,
+        flags,
+        parts,
+        q_descale,
+        k_descale,
+        v_descale,
+        tma_Q,
+        tma_K,
+        tma_V,
+        tma_O,
+        scale * LOG2_E,
+        tail,
     ).launch(
         grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
@@ -202,6 +246,8 @@ def attention_kernel(
     mVt,
     mO,
     mLSE,
+    flags,
+    parts,
     q_descale,
     k_descale,
     v_descale,
@@ -210,7 +256,7 @@ def attention_kernel(
     tma_V,
     tma_O,
     call_scale_log2: cutlass.Float32,
-    num_tiles: cutlass.Int32,
+    tail,
 ):
     """One CTA: tiles of TILE_M rows of O, one after the other. Its warps walk through them on their own."""
     tidx, _, _ = cute.arch.thread_idx()
@@ -227,7 +273,7 @@ def attention_kernel(
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM)
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
-    schedule = mQ, mK, num_tiles
+    schedule = mQ, mK, tail
     work = first_work(schedule)  # which all roles begin with
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
@@ -240,8 +286,9 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        scratch = flags, parts
         scales = call_scale_log2, q_descale, k_descale, v_descale
-        consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule)
+        consume(smem, rings, mO, mLSE, tma_O, sO, scratch, scales, work, schedule)
 
 
 # ======================================================================================================================
@@ -266,34 +313,36 @@ class Work:
 
 @cute.jit
 def first_work(schedule) -> Work:
-    """The tile with this CTA's number."""
-    return dealt_work(cutlass.Int32(0), schedule)
+    """The tile with this CTA's number, or its share of the last wave."""
+    return piece_of_work(cutlass.Int32(0), schedule)
 
 
 @cute.jit
 def next_work(work: Work, schedule) -> Work:
-    """The next of this CTA's tiles: they are dealt out in turn."""
-    return dealt_work(work.number + 1, schedule)
+    """The next of this CTA's tiles, or of the pieces of its share of the last wave."""
+    return piece_of_work(work.number + 1, schedule)
 
 
 @cute.jit
-def dealt_work(number, schedule) -> Work:
-    """The tile that this CTA gets after `number` others."""
-    mQ, mK, num_tiles = schedule
+def piece_of_work(number, schedule) -> Work:
+    """What this CTA gets after `number` others: whole tiles of queries, then tiles of keys of the last wave's."""
+    mQ, mK, (num_whole, tail_steps, share) = schedule
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
-    tile = cta + number * num_ctas
-    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=number, valid=tile < num_tiles)
-
-
-@cute.jit
-def work_on(coordinates, _, mK, number, valid) -> Work:
-    """A tile of queries, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
-    n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
+    n_blocks = cute.ceil_div(seq_k, TILE_N)
+    tile, n_begin, n_end = cta + number * num_ctas, cutlass.Int32(0), n_blocks
+    if tile >= num_whole:  # its share of the last wave (Stream-K, arXiv 2301.03598)
+        # Walk the share backwards: give away the tile that the next CTA completes before waiting for the part that
+        # the CTA before this one gives. So no two CTAs wait for each other, and all wait for lower numbers only.
+        first, end = cutlass.min(cta * share, tail_steps), cutlass.min(cta * share + share, tail_steps)
+        place = cute.ceil_div(end, n_blocks) - 1 - (number - num_whole // num_ctas)
+        tile = num_whole + place
+        n_end = cutlass.min(end - place * n_blocks, n_blocks)
+        n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
+    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
     return Work(
-        valid=valid,
+        valid=n_begin < n_end,
         number=number,
         m_block=m_block,
         head=head,
@@ -384,7 +433,7 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scratch, scales, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -422,6 +471,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
+        begins, ends = work.n_begin == 0, work.n_end * TILE_N >= work.seq_k  # else another CTA owns first or last keys
         v_factor = v_descale[work.batch, work.head_kv]  # not before the loop, in which it would take a register
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
@@ -438,7 +488,12 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
         promote(acc_O, acc_step, (rescale[0], rescale[1]))
-        store_tile(mO, mLSE, tma_O, sO, work, acc_O, v_factor, row_max, row_sum, scale_log2)
+        if not begins:
+            add_part(scratch, acc_O, row_max, row_sum, scale_log2)
+        if not ends:
+            give_part(scratch, acc_O, row_max, row_sum)
+        else:
+            store_tile(mO, mLSE, tma_O, sO, work, acc_O, v_factor, row_max, row_sum, scale_log2)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
         k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
         k_drain.advance()
@@ -740,6 +795,53 @@ def store_output(tma_O, sO, gO, acc_O, m_block):
     cute.arch.cp_async_bulk_commit_group()
 
 
+@cute.jit
+def part_of_thread(scratch, cta: cutlass.Int32):
+    """What a CTA has given: this thread's place in it, (PART_VECTORS, VECTOR) float32, and the flag of its warp."""
+    flags, parts = scratch
+    tidx, _, _ = cute.arch.thread_idx()
+    return parts[cta, None, tidx, None], flags.iterator + cta * CONSUMER_WARPS + cute.arch.warp_idx()
+
+
+@cute.jit
+def give_part(scratch, acc_O, row_max, row_sum):
+    """Leave O, not yet divided, to the next CTA, which goes on with this tile."""
+    cta, _, _ = cute.arch.block_idx()
+    gPart, flag = part_of_thread(scratch, cta)
+    acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
+    for i in cutlass.range_constexpr(PART_VECTORS - 1):
+        gPart[i, None].store(acc_O_vectors[None, i].load())
+    for r in cutlass.range_constexpr(2):
+        gPart[PART_VECTORS - 1, r], gPart[PART_VECTORS - 1, 2 + r] = row_max[r], row_sum[r]
+    cute.arch.sync_warp()  # every lane has stored
+    with cute.arch.elect_one():
+        cute.arch.store(flag, cutlass.Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def add_part(scratch, acc_O, row_max, row_sum, scale_log2):
+    """Add what the CTA before this one has of O, both brought to the larger maximum."""
+    cta, _, _ = cute.arch.block_idx()
+    gPart, flag = part_of_thread(scratch, cta - 1)
+    while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
+        pass
+    mine, theirs = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)  # factors
+    for r in cutlass.range_constexpr(2):
+        old_max, their_max, their_sum = row_max[r], gPart[PART_VECTORS - 1, r], gPart[PART_VECTORS - 1, 2 + r]
+        row_max[r] = cute.arch.fmax(old_max, their_max)
+        mine[r] = cute.math.exp2((old_max - row_max[r]) * scale_log2, fastmath=True)
+        theirs[r] = cute.math.exp2((their_max - row_max[r]) * scale_log2, fastmath=True)
+        row_sum[r] = row_sum[r] * mine[r] + their_sum * theirs[r]
+    acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
+    for i in cutlass.range_constexpr(PART_VECTORS - 1):
+        part = gPart[i, None].load()
+        for j in cutlass.range_constexpr(VECTOR):  # two columns of the thread's first row, two of its second
+            acc_O_vectors[j, i] = acc_O_vectors[j, i] * mine[j // 2] + part[j] * theirs[j // 2]
+    cute.arch.sync_warp()  # every lane has seen the flag
+    with cute.arch.elect_one():
+        cute.arch.store(flag, cutlass.Int32(0))  # for the next launch
+
+
 # ======================================================================================================================
 # Python entry points
 # ======================================================================================================================
@@ -768,8 +870,19 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_v, heads_kv, HEAD_DIM, contiguous=1)
     lse_layout = (cute.sym_int(), cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 1, 0) when not asked for
+    compact = cute.runtime.make_fake_compact_tensor
+    flags = compact(cutlass.Int32, (cute.sym_int(), CONSUMER_WARPS), stride_order=(1, 0))
+    parts = compact(cutlass.Float32, (cute.sym_int(), *PART_SHAPE), stride_order=(3, 2, 1, 0), assumed_align=16)
     factors = factor(), factor(), factor()  # of q, k and v
-    others = *factors, fake(seq_q, heads_q, HEAD_DIM, cutlass.BFloat16), lse, cutlass.Int32(1), cutlass.Float32(1.0)
+    others = (
+        *factors,
+        fake(seq_q, heads_q, HEAD_DIM, cutlass.BFloat16),
+        lse,
+        cutlass.Int32(1),
+        flags,
+        parts,
+        cutlass.Float32(1.0),
+    )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
     return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
@@ -839,7 +952,9 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
         if q_descale is None or k_descale is None or v_descale is None:
             one = unit_factor(gpu).expand(batch, heads_kv)
             q_descale, k_descale, v_descale = (one if x is None else x for x in (q_descale, k_descale, v_descale))
-        compile_for_sm90a()(q, k, v, q_descale, k_descale, v_descale, out, lse, num_sms, scale or 128**-0.5)
+        compile_for_sm90a()(
+            q, k, v, q_descale, k_descale, v_descale, out, lse, num_sms, *flags_and_parts(gpu), scale or 128**-0.5
+        )
     return (out, lse) if return_lse else out
 
 
@@ -892,3 +1007,79 @@ def launch_constants(gpu):
     if (facts.major, facts.minor) != (9, 0):
         raise ValueError(f"q is on a GPU of compute capability {facts.major}.{facts.minor}; it needs 9.0 (H100, H200)")
     return facts.multi_processor_count, torch.empty((1, 1, 0), dtype=torch.float32, device=gpu)
+
+
+# The first is private to torch, which may drop it, and takes a tenth of the time.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: torch.cuda.current_stream(gpu).cuda_stream)
+# A slot is memory in which a launch finds zeros and leaves zeros. Launches that may run at once need one each.
+# So a stream has one, and a CUDA graph, which never runs beside itself, has one for each stream captured in it.
+# Nobody says when a stream or a graph ends, so slots are not given back.
+SLOTS = 64  # made at a time
+unused, keeper = {}, ThreadPoolExecutor(max_workers=1)  # slots by GPU; the thread that makes them and gives them out
+
+
+def flags_and_parts(gpu):
+    """Flags, zero and again zero after the launch, and parts, in which anything may stand."""
+    stream = current_stream(gpu)
+    if not stream:  # the default one, which cannot be captured
+        return default_scratch(gpu)
+    return slot(gpu, stream, capture_id(gpu, stream)), new_parts(gpu)
+
+
+@functools.cache
+def default_scratch(gpu):
+    """Flags and parts of the default stream, made at its first launch."""
+    return slot(gpu), new_parts(gpu)
+
+
+def new_parts(gpu):
+    """A part for each CTA."""
+    num_sms, _ = launch_constants(gpu)
+    _, threads, vector = PART_SHAPE
+    strides = math.prod(PART_SHAPE), threads * vector, vector, 1
+    return empty((num_sms, *PART_SHAPE), strides, torch.float32, gpu)
+
+
+def capture_id(gpu, stream):
+    """Of the CUDA graph that a stream is being captured into, unique in this process; 0 where there is none."""
+    if torch.cuda.current_device() == gpu and not torch.cuda.is_current_stream_capturing():
+        return 0  # without the driver, which takes longer
+    status, capture, *_ = checked(*cuda.cuStreamGetCaptureInfo(stream))
+    return int(capture) if status == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
+
+
+def checked(error, *results):
+    """What a call of the CUDA driver returned."""
+    if error:
+        raise RuntimeError(f"the CUDA driver returned {error!r}")
+    return results
+
+
+@functools.cache
+def slot(gpu, *launches):
+    """The slot of launches that follow one another: on the default stream, or in one capture, or none, of another."""
+    return keeper.submit(unused_slot, gpu).result()
+
+
+def unused_slot(gpu):
+    """A slot that nobody has; run by `keeper`, past torch, on a stream that nobody else has.
+
+    The thread that wants it may be capturing a graph, which would replay the fill; or torch.compile may be preparing
+    one there, and have what torch allocates go to a pool that it takes back.
+    """
+    if not unused.get(gpu):
+        shape = SLOTS, launch_constants(gpu)[0], CONSUMER_WARPS
+        size = math.prod(shape) * torch.int32.itemsize
+        # Relaxed: this thread may allocate even while another one captures.
+        checked(*cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        (context,) = checked(*cuda.cuDevicePrimaryCtxRetain(*checked(*cuda.cuDeviceGet(gpu))))
+        checked(*cuda.cuCtxSetCurrent(context))
+        (memory,) = checked(*cuda.cuMemAlloc(size))
+        (stream,) = checked(*cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        checked(*cuda.cuMemsetD8Async(memory, 0, size, stream))
+        checked(*cuda.cuStreamSynchronize(stream))  # zeros for all streams
+        checked(*cuda.cuStreamDestroy(stream))
+        array = {"shape": shape, "typestr": "<i4", "data": (int(memory), False), "version": 2}
+        slots = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=gpu)
+        unused[gpu] = list(slots)
+    return unused[gpu].pop()
