@@ -35,7 +35,7 @@ Timeline: a CTA has 64 rows of a head
     per tile:
       1  all warps  load x             all rows of a thread, before one is used; 0 behind the last one
       2  all warps  find descale       from the first kernel's maxima, while x is on its way; or as given
-      3  all warps  rotate x           four bits of an element's number by an mma, the others by sums and differences in registers
+      3  all warps  rotate x           four bits of an element's number by mma, the others by butterflies in registers
       4  all warps  round x / descale  to 8 bits, and no further than 448
       5  all warps  store rows         8 bytes at a time
 """
@@ -45,7 +45,6 @@ import functools
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 DTYPE = cutlass.BFloat16  # of x
@@ -222,7 +221,7 @@ def rotate(rX: cute.Tensor, rSigns: cute.Tensor, rHadamard: cute.Tensor) -> cute
         row.store(row.load() * rSigns.load())
     values = cute.make_rmem_tensor(rX.layout, cutlass.Float32)
     values.fill(0.0)
-    mma = cute.make_mma_atom(warp.MmaF16BF16Op(DTYPE, cutlass.Float32, MMA_SHAPE))
+    mma = cute.make_mma_atom(cute.nvgpu.warp.MmaF16BF16Op(DTYPE, cutlass.Float32, MMA_SHAPE))
     pairs, blocks = ROWS_OF_THREAD // 2, OF_THREAD // BLOCK  # of rows
     # (MMA, MMA_M, blocks), and (MMA, MMA_M, MMA_N, blocks)
     operand = cute.make_layout(((2, 2, 2), pairs, blocks), stride=((1, OF_THREAD, 2), 2 * OF_THREAD, BLOCK))

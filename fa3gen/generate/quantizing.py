@@ -147,7 +147,7 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
             amax=tuple(name for name in names if name not in ("out", "descale")),
             rotation=", signs" * problem.rotate,
         ),
-        imports=ImportsPlan(dataclasses="", pipeline=False, nvgpu="warp" * problem.rotate, smem_allocator=bool(cta.regions), math=False),
+        imports=ImportsPlan(dataclasses="", pipeline=False, nvgpu="", smem_allocator=bool(cta.regions), math=False),
         entry=_entry(spec),
         scheduler=SchedulerPlan(persistent=problem.scale == "head"),
         sections=SectionsPlan(
@@ -182,8 +182,9 @@ def describe(spec: Quantize, summary: str) -> Description:
         ),
         decisions=tuple(_decisions(spec)),
         threads=(
-            f"{cta.threads} threads, {cta.threads // hopper.WARP} warps: {quantizing.lanes(spec)} for a row, of which each "
-            f"has {quantizing.vectors(spec)} x {quantizing.VECTOR} elements of {quantizing.rows_of_thread(spec)} rows",
+            f"{cta.threads} threads, {cta.threads // hopper.WARP} warps: {quantizing.lanes(spec)} for a row, of which "
+            f"each has {quantizing.vectors(spec)} x {quantizing.VECTOR} elements of "
+            f"{quantizing.rows_of_thread(spec)} rows",
             f"about {sum(count for _, count in cta.held)} registers each: {held}",
         ),
         barriers=(),
@@ -273,7 +274,7 @@ def expectation(spec: Quantize, cta: Cta) -> Expectation:
 
 
 def _products(spec: Quantize) -> int:
-    """Of 16 columns by two mma, of whose four sums a thread has two of each of two rows; in each kernel that rotates."""
+    """Of 16 elements of 16 rows two mma, of which a thread has four sums each; in each kernel that rotates."""
     return quantizing.values_of_thread(spec) // 4 * (1 + (spec.problem.scale == "head")) * spec.problem.rotate
 
 

@@ -29,7 +29,9 @@ def _steps(spec: Quantize) -> Iterator[Step]:
     yield step("load", "x", note="all rows of a thread, before one is used; 0 behind the last one")
     yield from [scale] * (problem.scale == "head")
     if problem.rotate:
-        yield step("rotate", "x", note="four bits of an element's number by an mma, the others by sums and differences in registers")
+        yield step(
+            "rotate", "x", note="four bits of an element's number by mma, the others by butterflies in registers"
+        )
     yield from [scale] * (problem.scale != "head")
     if problem.transpose:
         yield step("round", "x / descale", note="to 8 bits, four rows of a column to a word")
