@@ -59,7 +59,6 @@ ROWS = 64  # of a head, that a CTA has at once
 ROWS_OF_THREAD = ROWS * LANES // THREADS  # one behind the other
 MMA_SHAPE = (16, 8, 16)
 BLOCK = MMA_SHAPE[2] // LANES  # adjacent elements of a row that a thread has of those that one mma rotates
-REGISTER_BITS = OF_THREAD.bit_length() - 1  # of an element's number in a thread's part of a row
 WARPS = THREADS // 32
 CTAS_PER_SM = 6  # that look for maxima
 MOST_PARTS = 256  # of what shares a scale, each with its maximum
@@ -118,12 +117,12 @@ def amax_kernel(x: cute.Tensor, signs: cute.Tensor, partial: cute.Tensor):
     storage = SmemAllocator().allocate(SharedStorage)
     _, seq, heads, _ = x.shape
     _, heads_kv, num_parts = partial.shape
-    rSigns, rHadamard = load_signs(signs, thread % LANES), make_hadamard()
+    rSigns = load_signs(signs, thread % LANES)
     group, largest = heads // heads_kv, cutlass.Float32(0.0)
     for tile in cutlass.range(part, cute.ceil_div(seq, ROWS) * group, num_parts, unroll=1):
         first = tile // group * ROWS + thread // LANES * ROWS_OF_THREAD
         gX = x[sequence, None, head_kv * group + tile % group, None]  # (seq, HEAD_DIM)
-        values = rotate(load_rows(gX, first, thread % LANES), rSigns, rHadamard)
+        values = rotate(load_rows(gX, first, thread % LANES), rSigns)
         largest = cute.arch.fmax(largest, largest_of(values))
     largest = largest_of_cta(largest, storage)
     if thread == 0:
@@ -149,7 +148,7 @@ def quantize_kernel(x: cute.Tensor, signs: cute.Tensor, out: cute.Tensor, descal
     scale = find_scale(descale, partial, (sequence, head // group))
     if cute.size(partial, mode=[2]) > 0 and tile == 0 and head % group == 0 and thread == 0:
         descale[sequence, head // group] = scale
-    values = rotate(rX, rSigns, make_hadamard())
+    values = rotate(rX, rSigns)
     values.store(values.load() * (1.0 / scale))
     store_rows(values, gOut, first, lane)
 
@@ -176,67 +175,52 @@ def load_rows(gX: cute.Tensor, first: cutlass.Int32, lane: cutlass.Int32) -> cut
     return rX
 
 
-# ======================================================================================================================
-# Rotation
-# ======================================================================================================================
 # H[i, j] is -1 where i & j has an odd number of ones: for each bit of an element's number in its row a butterfly, a sum
-# and a difference, in any order. The third and the fourth bit are a thread's number among the four of a row: with the
-# first two they are 16 elements, a BLOCK of each thread, and these butterflies one product, x by H of 16 elements. The
-# order in which a sum has its terms is free, and so A is what a thread has loaded; and a thread gets the sums in the
-# places of its elements (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The other bits are of places in a thread.
+# and a difference, in any order. One product takes four bits, of 16 elements: the first two, a BLOCK of each thread,
+# and the third and fourth, a thread's number among the four of a row. Sums come to the places of the elements, since B
+# has both in one order (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The other bits are of places in a thread.
 
 
 @cute.jit
 def load_signs(signs: cute.Tensor, lane: cutlass.Int32) -> cute.Tensor:
-    """A thread's part of signs, in the order of its part of a row; signs: (HEAD_DIM,)."""
-    rows, rSigns = (cute.make_rmem_tensor(OF_THREAD, dtype) for dtype in (cutlass.Float32, DTYPE))
-    vectors = cute.make_tensor(rows.iterator, cute.make_layout((VECTORS, VECTOR), stride=(VECTOR, 1)))
+    """A thread's part of signs, the same for each of its rows, as they are laid out; signs: (HEAD_DIM,)."""
+    rSigns = cute.make_rmem_tensor(OF_THREAD, DTYPE)
     for vector in cutlass.range_constexpr(VECTORS):
-        cute.autovec_copy(cute.local_tile(signs, (VECTOR,), (vector * LANES + lane,)), vectors[vector, None])
-    rSigns.store(rows.load().to(DTYPE))
-    return rSigns
+        gVector = cute.local_tile(signs, (VECTOR,), (vector * LANES + lane,))
+        cute.local_tile(rSigns, (VECTOR,), (vector,)).store(gVector.load().to(DTYPE))
+    return cute.make_tensor(rSigns.iterator, cute.make_layout((ROWS_OF_THREAD, VECTORS, VECTOR), stride=(0, VECTOR, 1)))
 
 
 @cute.jit
 def make_hadamard() -> cute.Tensor:
     """H of 16 elements as B operand, (MMA, MMA_N): of element j + 2 h of thread t in element c + 2 b of thread u."""
-    lane = cute.arch.lane_idx()
-    t, u, c = lane % LANES, lane // (2 * LANES), lane // LANES % 2  # N of the operand is 2 u + c
-    both = t & u
-    even = -1.0 if (both ^ (both >> 1)) & 1 else 1.0
-    odd = -even if c == 1 else even
-    rHadamard = cute.make_rmem_tensor(((2, 2), 2), DTYPE)  # ((j, h), b)
-    for b in cutlass.range_constexpr(2):
-        for h in cutlass.range_constexpr(2):
-            rHadamard[(0, h), b] = DTYPE(-even if h & b else even)
-            rHadamard[(1, h), b] = DTYPE(-odd if h & b else odd)
+    lane, rHadamard = cute.arch.lane_idx(), cute.make_rmem_tensor(((2, 2), 2), DTYPE)  # ((j, h), b)
+    both, c = (lane % LANES) & (lane // (2 * LANES)), lane // LANES % 2  # t & u; N of the operand is 2 u + c
+    for i in cutlass.range_constexpr(cute.size(rHadamard)):
+        ones = both ^ (both >> 1) ^ (c & i) ^ ((i >> 1) & (i >> 2))  # of which the last bit counts
+        rHadamard[i] = DTYPE(-1.0 if ones & 1 else 1.0)
     return rHadamard
 
 
 @cute.jit
-def rotate(rX: cute.Tensor, rSigns: cute.Tensor, rHadamard: cute.Tensor) -> cute.Tensor:
+def rotate(rX: cute.Tensor, rSigns: cute.Tensor) -> cute.Tensor:
     """H D x / sqrt(HEAD_DIM) in float32, D the diagonal of signs, in the layout of rX."""
-    for i in cutlass.range_constexpr(ROWS_OF_THREAD):
-        row = cute.make_tensor(rX.iterator + i * OF_THREAD, cute.make_layout(OF_THREAD))
-        row.store(row.load() * rSigns.load())
-    values = cute.make_rmem_tensor(rX.layout, cutlass.Float32)
-    values.fill(0.0)
-    mma = cute.make_mma_atom(cute.nvgpu.warp.MmaF16BF16Op(DTYPE, cutlass.Float32, MMA_SHAPE))
-    pairs, blocks = ROWS_OF_THREAD // 2, OF_THREAD // BLOCK  # of rows
-    # (MMA, MMA_M, blocks), and (MMA, MMA_M, MMA_N, blocks)
+    rX.store(rX.load() * rSigns.load())
+    values, pairs, blocks = cute.make_rmem_tensor(rX.layout, cutlass.Float32), ROWS_OF_THREAD // 2, OF_THREAD // BLOCK
     operand = cute.make_layout(((2, 2, 2), pairs, blocks), stride=((1, OF_THREAD, 2), 2 * OF_THREAD, BLOCK))
     sums = cute.make_layout(((2, 2), pairs, 2, blocks), stride=((1, OF_THREAD), 2 * OF_THREAD, 2, BLOCK))
     tXrX, acc = cute.make_tensor(rX.iterator, operand), cute.make_tensor(values.iterator, sums)
+    mma, rHadamard = cute.nvgpu.warp.MmaF16BF16Op(DTYPE, cutlass.Float32, MMA_SHAPE), make_hadamard()
+    values.fill(0.0)
     for block in cutlass.range_constexpr(blocks):
-        of_block = acc[None, None, None, block]
-        cute.gemm(mma, of_block, tXrX[None, None, block], rHadamard, of_block)
-    values.store(values.load() * HEAD_DIM**-0.5)
-    for i in cutlass.range_constexpr(ROWS_OF_THREAD):
-        row = cute.make_tensor(values.iterator + i * OF_THREAD, cute.make_layout(OF_THREAD))
-        for bit in cutlass.range_constexpr(BLOCK.bit_length() - 1, REGISTER_BITS):
-            for pair in cutlass.range_constexpr(OF_THREAD // 2):
-                j, step = (pair >> bit << bit + 1) + pair % (1 << bit), 1 << bit
-                row[j], row[j + step] = row[j] + row[j + step], row[j] - row[j + step]
+        of_block = acc[None, None, None, block]  # (MMA, MMA_M, MMA_N)
+        cute.gemm(cute.make_mma_atom(mma), of_block, tXrX[None, None, block], rHadamard, of_block)
+    flat = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
+    flat.store(flat.load() * HEAD_DIM**-0.5)
+    for bit in cutlass.range_constexpr(BLOCK.bit_length() - 1, OF_THREAD.bit_length() - 1):
+        for pair in cutlass.range_constexpr(cute.size(flat) // 2):
+            j, step = (pair >> bit << bit + 1) + pair % (1 << bit), 1 << bit
+            flat[j], flat[j + step] = flat[j] + flat[j + step], flat[j] - flat[j + step]
     return values
 
 

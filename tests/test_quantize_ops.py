@@ -13,6 +13,7 @@ from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
+from fa3gen.base.errors import SpecError
 from fa3gen.design import rules
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import quantize_ops
@@ -287,6 +288,10 @@ def test_proposed_specs_are_legal(scale: Any, head_dim: int, tmp_path: Path) -> 
             continue
         file = tmp_path / f"{stem_of(dtype, rotate, transpose, scale)}.yaml"
         file.write_text(proposed(dtype, head_dim, rotate, transpose, scale))
+        if rotate and transpose and head_dim == 256:  # four rows of 64 elements, and a thread has no room for them
+            with pytest.raises(SpecError, match="registers: values 256 "):
+                CHECKOUT.load(file)
+            continue
         (variant,) = CHECKOUT.load(file).variants
         problem = QuantizeProblem(head_dim=head_dim, dtype=dtype, rotate=rotate, transpose=transpose, scale=scale)
         assert isinstance(variant.spec, Quantize) and variant.spec.problem == problem

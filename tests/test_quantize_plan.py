@@ -64,7 +64,8 @@ def test_constants_are_those_of_the_plan(stem: str) -> None:
     if spec.problem.transpose:
         assert (values["WORD"], values["UNIT"]) == (quantizing.WORD, quantizing.UNIT)
     if spec.problem.rotate:
-        assert values["LANES"] << values["REGISTER_BITS"] == spec.problem.head_dim
+        assert values["LANES"] * values["OF_THREAD"] == spec.problem.head_dim
+        assert values["LANES"] * values["BLOCK"] == values["MMA_SHAPE"][2]
         assert values["ROWS_OF_THREAD"] % quantizing.ROWS_OF_MMA == 0
 
 
@@ -91,7 +92,7 @@ def test_steps_stand_in_the_code_in_their_order(stem: str) -> None:
 
     spec, schedule = spec_of(stem), schedule_of(spec_of(stem))
     steps = [each.kind for each in schedule.of("warps", "tile")]
-    words = {"= load_rows(": "load", "= rotate(": "rotate", "scale_of(": "find_scale", "find_scale(": "find_scale"}
+    words = {"= load_rows(": "load", "= rotate(rX": "rotate", "scale_of(": "find_scale", "find_scale(": "find_scale"}
     words |= {"scale_rows(": "find_scale", "store_": "store"}
     inside = {"store_columns": {".to(OUT_DTYPE)": "round", "sTile[unit, ": "gather", "sync_threads": "sync"}}
     inside |= {"store_rows": {".to(OUT_DTYPE)": "round"}}

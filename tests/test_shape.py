@@ -836,7 +836,7 @@ def foreign_to_a_quantization(stem: str) -> str:
     """The same of a quantisation, which knows nothing of attention but what shares a head of k."""
     problem = plans()[stem].problem
     words = [r"softmax|\bseq_[qk]\b|heads_q|\bmask|\bLSE\b|wgmma|TMA|tma_|mbarrier"]
-    words += [r"rotat|[sS]igns|Hadamard|MMA_SHAPE|REGISTER_BITS"] * (not problem.rotate)
+    words += [r"rotat|[sS]igns|Hadamard|MMA_SHAPE"] * (not problem.rotate)
     words += [r"[cC]olumn|turned|UNIT|WORD|store_columns" if not problem.transpose else r"store_rows"]
     words += [r"heads_kv|partial|amax_kernel|MOST_PARTS|given, and"] * (problem.scaled_per != "head")
     words += [r"scale_rows"] * (problem.scaled_per != "token")

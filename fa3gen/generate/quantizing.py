@@ -54,7 +54,20 @@ class ArgumentsPlan:
 
     launch: tuple[str, ...]
     amax: tuple[str, ...]
-    rotation: str  # of `load_rows`, behind its other arguments
+
+
+@dataclass(frozen=True)
+class WordsPlan:
+    """Expressions and phrases: what makes float32 of the rows that a thread loads, and of those that it has loaded.
+
+    Which rows these are, the row of the thread's number i, and what a tile that is stored by columns goes to.
+    """
+
+    values_of_rows: str
+    values: str
+    rows: str
+    row: str
+    columns: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,7 @@ class QuantizePlan(ModulePlan):
     problem: ProblemPlan
     tile: TilePlan
     arguments: ArgumentsPlan
+    words: WordsPlan
     imports: ImportsPlan
     entry: EntryPlan
     scheduler: SchedulerPlan
@@ -145,8 +159,8 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
         arguments=ArgumentsPlan(
             launch=names,
             amax=tuple(name for name in names if name not in ("out", "descale")),
-            rotation=", signs" * problem.rotate,
         ),
+        words=_words(spec),
         imports=ImportsPlan(dataclasses="", pipeline=False, nvgpu="", smem_allocator=bool(cta.regions), math=False),
         entry=_entry(spec),
         scheduler=SchedulerPlan(persistent=problem.scale == "head"),
@@ -154,6 +168,18 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
             scale=f"sections/quantize_scale_{problem.scale}.py.jinja",
             store=f"sections/quantize_store_{'columns' if problem.transpose else 'rows'}.py.jinja",
         ),
+    )
+
+
+def _words(spec: Quantize) -> WordsPlan:
+    widened = "rotate({}, rSigns)" if spec.problem.rotate else "in_float32({})"
+    whole = "(seq_out, HEAD_DIM), whole units of rows; the tile begins with the one at position"
+    return WordsPlan(
+        values_of_rows=widened.format("load_rows(gX, first, thread % LANES)"),
+        values=widened.format("rX"),
+        rows="the rows at positions" if spec.problem.permute_keys else "its rows",
+        row="row" if spec.problem.permute_keys else "first + i",
+        columns=whole if spec.problem.permute_keys else "(seq, HEAD_DIM); the tile begins with row",
     )
 
 

@@ -123,6 +123,8 @@ def stem_of(dtype: str, rotate: bool, transpose: bool, scale: str, permute: bool
 def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str, permute: bool = False) -> str:
     """A spec of such a module, which nobody tuned, as YAML."""
     rows = BLOCK_ROWS if transpose or scale == "block" else 64
+    # Rotated, a thread has two rows of an mma, and four where it packs those of a column into a word.
+    threads = 256 if not rotate else rows if transpose else 2 * rows
     problem = {"dtype": dtype, "rotate": rotate, "transpose": transpose, "scale": scale}
     problem |= {"permute_keys": True} if permute else {}
     fields = ", ".join(f"{name}: {str(value).lower()}" for name, value in problem.items())
@@ -130,7 +132,7 @@ def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: st
         'summary: "Rows in 8 bits"\n'
         "operation: quantize\n"
         f"problem: {{{fields}}}\n"
-        f"tile: {{rows: {rows}, threads: 256, per_sm: 1}}\n"
+        f"tile: {{rows: {rows}, threads: {threads}, per_sm: 1}}\n"
         f"matrix: {{problem.head_dim: [{head_dim}]}}\n"
     )
 

@@ -166,13 +166,13 @@ def blocks() -> list[Mutation]:
         make(
             "all threads have the sum",
             "of bits of their number",
-            Change(Line("selp.f32 %r#, 0f3F800000, 0fBF800000, %p#;"), "0fBF800000", "0f3F800000"),
+            Change(Line("selp.b16 %rs#, 0xBF80, 0x3F80, %p#;", 0, 2), "0xBF80", "0x3F80"),
             reports={NUMBERS},
         ),
         make(
             "even elements for odd ones",
             "in which the product's sums are differences",
-            Change(Line("setp.eq.b32 %p#, %r#, 0;"), ", 0;", ", 4;"),
+            Change(Line("selp.b16 %rs#, 0xBF80, 0x3F80, %p#;", 1, 2), "0xBF80", "0x3F80"),
             reports={NUMBERS},
         ),
         make(
