@@ -26,7 +26,7 @@ Decisions
 
 Threads
     256 threads, 8 warps: 4 for a row, of which each has 2 x 8 elements of 2 rows
-    about 72 registers each: values 32, signs 8, addresses and counters 32
+    about 48 registers each: values 32, addresses and counters 16
 
 Shared memory
     offset  bytes  what
@@ -62,6 +62,7 @@ ROWS_OF_THREAD = ROWS * LANES // THREADS  # one behind the other
 MMA_SHAPE = (16, 8, 16)
 BLOCK = MMA_SHAPE[2] // LANES  # adjacent elements of a row that a thread has of those that one mma rotates
 WARPS = THREADS // 32
+CTAS_PER_SM = 5  # by which registers are bounded
 GRID_MAX = 65535  # of the second and the third dimension
 SMALLEST = 2.0**-100  # descale of zeros: none is 0, so that none is divided by
 LARGEST = 448.0  # of e4m3
@@ -89,6 +90,8 @@ def launch(x, signs, out, descale, stream):
     quantize_kernel(x, signs, out, descale).launch(
         grid=(heads, batch, cute.ceil_div(seq, ROWS)),
         block=(THREADS, 1, 1),
+        min_blocks_per_mp=CTAS_PER_SM,
+        preferred_smem_carveout=-1,
         stream=stream,
     )
 

@@ -16,6 +16,7 @@ WORD = INT32.bytes // E4M3.bytes  # rows of a column that a thread writes at onc
 UNIT = VECTOR_BYTES // E4M3.bytes  # and that it stores at once
 MOST_PARTS = 256  # of what shares a scale, whose maxima each warp reads: 8 for a lane
 OTHER_REGISTERS = 32  # as compiled: strides in 64 bits, addresses, counters
+OTHER_REGISTERS_BOUNDED = 16  # the same where a launch bounds a thread's registers, without spills
 
 
 def lanes(spec: Quantize) -> int:
@@ -48,7 +49,10 @@ def shared_memory_map(spec: Quantize) -> list[Region]:
 
 def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
     """An estimate of what a thread holds at the widest point, by what."""
-    held = [("values", values_of_thread(spec)), ("addresses and counters", OTHER_REGISTERS)]
-    if spec.problem.rotate:
+    values = "values", values_of_thread(spec)
+    if spec.problem.rotate and spec.problem.scale != "head":  # signs are used up before there are values
+        return [values, ("addresses and counters", OTHER_REGISTERS_BOUNDED)]
+    held = [values, ("addresses and counters", OTHER_REGISTERS)]
+    if spec.problem.rotate:  # maxima are looked for in tile after tile, with the same signs
         held.insert(1, ("signs", vectors(spec) * VECTOR * spec.element.bytes // FP32.bytes))
     return held

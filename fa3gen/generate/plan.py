@@ -345,7 +345,8 @@ class LoadPlan:
     of what is clipped at the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a
     swizzle exchanges pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many
     rows as `rows_alike` divides a row's number by. `boxes_alike`: all lanes find all boxes of a tile of keys in pages;
-    `many_boxes`: lanes find those of several tiles; `reads_ahead`: those of a tile, before they are needed.
+    `many_boxes`: lanes find those of several tiles; `reads_ahead`: those of a tile, before they are needed. `unit`:
+    elements of K or V in 16 bytes, with a comment.
     """
 
     engine: str
@@ -365,6 +366,7 @@ class LoadPlan:
     dtype_name: str = "DTYPE"
     v_rows: str = "sV"
     around: str = "AROUND"
+    unit: str = "8  # elements of 16 bytes"
     ring_parameters: str = "barriers"
     emptied_by: str = "all consumer threads"
     readers: str = "CONSUMER_WARPS"
@@ -1312,6 +1314,7 @@ def _load(spec: Forward) -> LoadPlan:
         **(STORED_NAMES if footprint.converts(spec) else {}),
         **(TOGETHER_NAMES if footprint.loads_together(spec) else {}),
         around="KV_AROUND" if footprint.eight_bit_cache(spec) else LoadPlan.around,
+        unit="16  # elements of K or V of 16 bytes" if spec.kv_element.bytes == 1 else LoadPlan.unit,
         table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
         together=footprint.loads_together(spec),
         boxes_alike=footprint.boxes_alike(spec),
