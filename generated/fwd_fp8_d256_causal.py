@@ -73,7 +73,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       13  consumers        wait_group 1, arrive k_empty                  S is complete, P V runs on
       14  consumers        mask                                          boundary tiles only
       15  consumers        softmax                                       P = 2^(S - max + 8) and sums
-      16  consumers        wait_group 0, arrive vt_empty                 O is complete; after 4 exponentials a thread
+      16  consumers        wait_group 0, arrive vt_empty                 O is complete; after 3 exponentials a thread
       17  consumers        rescale, round P                              O to the new maxima; P in 8 bits
     at a tile's end:
       18  warp 8           draw                                          the next tile; the first is the CTA's number
@@ -149,7 +149,7 @@ P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has mo
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-EXP_BEFORE_WAIT = 4  # exponentials of a thread in a step before it waits for P V of the step before
+EXP_BEFORE_WAIT = 3  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================

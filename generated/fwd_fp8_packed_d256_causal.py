@@ -44,7 +44,7 @@ Barriers
     k     2       TMA, from warp 8 -> 8 warps  16384 bytes  8 arrivals
     v     2       TMA, from warp 8 -> 2 warps  16384 bytes  2 arrivals
     vt    2       warps 10 and 11 -> 8 warps   2 arrivals   8 arrivals
-    tile  2       warp 9 -> 11 warps           1 arrival    11 arrivals
+    tile  1       warp 9 -> 11 warps           1 arrival    11 arrivals
 
 Shared memory
     offset   bytes  what
@@ -53,8 +53,8 @@ Shared memory
      98304   32768  sV        2 stages x 64 x 256 x 1: V
     131072   32768  sVt       2 stages x 256 x 64 x 1: V transposed
     163840   65536  sO        128 x 256 x 2: O
-    229376      64  tiles     2 x 8 x 4: coordinates of drawn tiles
-    229440     160  barriers  20 mbarriers
+    229376      32  tiles     8 x 4: coordinates of drawn tiles
+    229408     144  barriers  18 mbarriers
             230400  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -133,7 +133,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
-TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
+TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // MOST_ROWS  # elements of one byte: MOST_ROWS times as many lead back to where one is

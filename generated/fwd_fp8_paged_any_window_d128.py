@@ -83,7 +83,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       19  consumers        wait_group 1, arrive k_empty                  S is complete, P V runs on
       20  consumers        mask                                          boundary tiles only
       21  consumers        softmax                                       P = 2^(S - max + 8) and sums
-      22  consumers        wait_group 0, arrive vt_empty                 P V is complete; after 8 exponentials a thread
+      22  consumers        wait_group 0, arrive vt_empty                 P V is complete; after 3 exponentials a thread
       23  consumers        promote                                       O to the last step's maxima, its P V added
       24  consumers        round P                                       P in 8 bits
     at a tile's end:
@@ -171,7 +171,7 @@ P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has mo
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-EXP_BEFORE_WAIT = 8  # exponentials of a thread in a step before it waits for P V of the step before
+EXP_BEFORE_WAIT = 3  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================

@@ -66,6 +66,22 @@ def test_a_module_that_few_records_timed_is_not_taken() -> None:
     assert {choice.module for choice in found([*records, timed({A: 100.0})])} == {C}
 
 
+def test_a_record_is_served_by_a_module_that_was_timed_in_it() -> None:
+    """In its cell of the grid, by tiles and by keys; where there is none that was in all of them, by the best."""
+    fast = [timed({A: 100.0, C: 150.0}, keys=keys) for keys in (3900, 4000, 4200, 4300)]
+    records = [*fast, timed({A: 100.0, B: 50.0}, keys=3000)]
+
+    def chosen(served: list[int], records: list[Timed] = records) -> list[Module]:
+        choices = list(nearby.choices(records, (A, B, C), 4, 1.0, served=served))
+        band = next(choice.tiles for choice in choices if choice.tiles is None or choice.tiles >= 1.0)
+        parts = [choice for choice in choices if choice.tiles == band]
+        return [next(part.module for part in parts if keys <= (part.keys or keys)) for keys in (3000, 4096)]
+
+    assert chosen([]) == [C, C]
+    assert chosen([0, 1, 2, 3, 4]) == [A, C]
+    assert chosen([0, 4], [*fast, timed({B: 100.0}, keys=4096)]) == [C, C]
+
+
 def test_a_module_stays_where_another_is_hardly_faster() -> None:
     records = [timed({A: 100.0, B: 99.5}, keys=1024), timed({A: 80.0, B: 100.0}, keys=16384)]
     assert [choice.module for choice in found(records)] == [B]

@@ -27,6 +27,7 @@ from fa3gen.spec.model import CausalMask, WindowMask
 from fa3gen.spec.specfile import attention_only
 
 D128, PACK4 = "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"
+LATE = "fwd_packed_late_d128_causal"
 D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
 PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
@@ -158,7 +159,7 @@ def test_the_cells_that_are_measured() -> None:
 
 def test_decoding_is_measured_where_modules_split_keys() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, PACK4, EVEN}
+    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, LATE, PACK4, EVEN}
     assert EVEN not in cells["bf16 d128 causal packed chat16k, heads 32/8"]
     dims = {problem.family.head_dim for problem, _ in packed_cells.cells(CHECKOUT) if "decode" in problem.lengths}
     assert dims == {64, 128, 256}
@@ -176,7 +177,7 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
     lists = (*lists, *packed_cells.DRAWN_STEP_LENGTHS)
     mixed = {label: able for label, able in masked(cells).items() if any(f" {name}, " in label for name in lists)}
     for_chunks = {CHUNKS, WIDE, SMALL}
-    of_any_group = {D128, ANY, ANY_WOVEN} | for_chunks
+    of_any_group = {D128, LATE, ANY, ANY_WOVEN} | for_chunks
     of_4 = {PACK4, MIXED, WOVEN}
     assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == of_any_group | of_4
     # Of a group that several tiles hold each would read a step's keys.
@@ -193,7 +194,9 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
     assert all(
         " window" in label and any(f" {name}, " in label for name in OF_WINDOWS)
         for label, able in cells.items()
-        if able & stems and label not in mixed
+        if able & stems
+        and label not in mixed
+        and not any(f" {name}, " in label for name in packed_cells.PROMPT_LENGTHS)
     )
     found = {
         tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label and " window" not in label)
@@ -207,14 +210,32 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
     assert {frozenset(heads) for heads in found} == set(map(frozenset, wanted.values()))
 
 
+def test_prompts_alone_are_measured_with_few_heads() -> None:
+    """Of 16 bits and with a mask, each list with every third entry of heads; those on few keys with every module."""
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    names = packed_cells.PROMPT_LENGTHS
+    alone = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in names)}
+    whole = {D128, LATE, CHUNKS, WIDE, SMALL}
+    assert alone["bf16 d128 causal packed prompt8k, heads 8/1"] == whole | {PACK4}
+    assert alone["bf16 d128 causal packed prompt12k, heads 7/1"] == whole
+    assert alone["bf16 d128 causal packed prompt2k, heads 7/1"] == whole | {ANY, ANY_WOVEN}
+    of_heads = {dim: len(heads) for dim, heads in packed_cells.PROMPT_HEADS.items()}
+    assert len(alone) == 3 * len(names) * sum(of_heads.values()) // packed_cells.DRAWN_TURNS
+    assert {label.split(", ")[0] for label in alone} == {
+        f"bf16 d{dim} causal {where} {name}" for dim in of_heads for where in ("packed", "pages 16", "pages 64")
+        for name in names
+    }  # fmt: skip
+
+
 def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS, WIDE, SMALL}
-    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS, WIDE, SMALL}
+    every = {D128, LATE, PACK4, CHUNKS, WIDE, SMALL}
+    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == every | {EVEN}
+    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == every
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
     lists = [*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS]
     lists += [*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS, *packed_cells.SHORT_LENGTHS]
-    lists += packed_cells.DRAWN_LENGTHS
+    lists += [*packed_cells.DRAWN_LENGTHS, *packed_cells.PROMPT_LENGTHS]
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
     causal = {label for label in masked(cells) if " window" not in label}
     # And with decoding steps where no others split keys.
@@ -272,7 +293,7 @@ def test_drawn_lists_are_those_that_were_measured() -> None:
 
 def test_short_lists_are_measured_with_every_module_that_serves_them() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    every = {D128, PACK4, EVEN, CHUNKS, WIDE, SMALL, MIXED, ANY, ANY_WOVEN}
+    every = {D128, LATE, PACK4, EVEN, CHUNKS, WIDE, SMALL, MIXED, ANY, ANY_WOVEN}
     assert cells["bf16 d128 causal packed chunk128_on_700, heads 32/8"] == every | {WOVEN}
     assert cells["bf16 d128 causal packed draft_of_8_on_1k, heads 10/2"] == every - {PACK4, MIXED}  # of 4 heads, or 8
     for name, (lengths_q, lengths_k) in packed_cells.SHORT_LENGTHS.items():

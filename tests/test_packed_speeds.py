@@ -122,6 +122,22 @@ def test_errors_are_those_of_the_mask(mask: Mask) -> None:
     assert not wanted.error_of(out) < 1e9
 
 
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask(), WindowMask()], ids=lambda mask: mask.kind)
+def test_of_long_sequences_the_last_rows_of_the_longest_are_checked(
+    mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_speeds, "CHECKED_ROWS", 0)
+    monkeypatch.setattr(packed_speeds, "LAST_ROWS", 2)
+    asked = problem(mask)
+    wide = Inputs.of(asked, CPU).wide
+    wanted, out = Wanted.of(asked, wide), right(asked, wide)
+    assert wanted.rows == (slice(6, 8),) and wanted.error_of(out) < 1e-5
+    out[5] += 1.0
+    assert wanted.error_of(out) < 1e-5
+    out[7] += 1.0
+    assert wanted.error_of(out) > 0.1
+
+
 def test_what_is_wrong_is_not_timed_and_says_why() -> None:
     timer = FakeTimer()
     wrong, fine = measure(problem(), [competitor("wrong", off=0.5), competitor("fine", 2.0)], CPU, timer)

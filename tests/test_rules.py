@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendering import variants
 
-from fa3gen.design import rules
+from fa3gen.design import footprint, rules
 from fa3gen.design.rules import (
     Kind,
     Violation,
@@ -1147,6 +1147,19 @@ def test_combine_columns() -> None:
         range(32, 260, 32)
     )
     assert "80 columns are no multiple of 32; leave split out" in str(splits.combine_columns(80))
+
+
+def test_late_draws() -> None:
+    """Room for one drawn tile, of packed sequences alone: of others a CTA's tiles are its own, or none are found."""
+    assert memory.late_draws(None, drawn=False) is memory.late_draws(1, drawn=True) is None
+    told = "it is for packed sequences whose tiles are drawn; leave it out"
+    assert memory.late_draws(1, drawn=False) == Violation("load.tile_slots", told)
+    for stem, slots in (("fwd_packed_d128_causal", 2), ("fwd_packed_late_d128_causal", 1), ("fwd_packed_d128", 1)):
+        assert footprint.tile_slots(variants()[stem].spec) == slots
+    for stem in ("fwd_d128_causal", "fwd_packed_chunks_d128_causal"):
+        spec = variants()[stem].spec
+        late = spec.model_copy(update={"load": spec.load.model_copy(update={"tile_slots": 1})})
+        assert [(each.field, each.message) for each in rules.check(late)] == [("load.tile_slots", told)]
 
 
 def test_page_layout() -> None:

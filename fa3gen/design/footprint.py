@@ -300,18 +300,22 @@ def passes_coordinates(spec: Forward) -> bool:
 
 
 def tile_slots(spec: Forward) -> int:
-    """How many drawn tiles there is room for.
+    """How many drawn tiles there is room for."""
+    if spec.scheduler != "even" and packed_sequences(spec):
+        late = isinstance(spec.load, TmaLoad) and spec.load.tile_slots == 1
+        return 1 if late else usual_tile_slots(spec)
+    return TILE_SLOTS  # of even shares the tiles of a CTA are its own, however early they are found
 
-    Of packed sequences the warp that finds tiles runs as far ahead, and a tile drawn early keeps others waiting. Two
-    slots paid for two consumers with a place for the next Q, where a mask has the short tiles come last; for one or
-    three consumers, and without a mask, one slot did (docs/performance.md).
+
+def usual_tile_slots(spec: Forward) -> int:
+    """The same of packed sequences whose tiles are drawn, where a spec does not say how many.
+
+    The warp that finds tiles runs as far ahead, and a tile drawn early keeps others waiting: of few long ones for as
+    long as all others take. Two slots paid for two consumers with a place for the next Q, where a mask has the short
+    tiles come last; for one or three consumers, and without a mask, one slot did (docs/performance.md).
     """
-    if spec.scheduler == "even":
-        return TILE_SLOTS  # the tiles of a CTA are its own, however early they are found
-    if packed_sequences(spec):
-        masked = not isinstance(spec.mask, NoMask)
-        return 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
-    return TILE_SLOTS
+    masked = not isinstance(spec.mask, NoMask)
+    return 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
 
 
 def tile_words(spec: Forward) -> int:

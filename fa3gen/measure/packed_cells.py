@@ -102,6 +102,13 @@ CHUNK_LENGTHS = {
     "8_prompts_to_2752": (_spread(8, 2752), _spread(8, 2752)),
     "8_chunks_to_2k_on_16k": (_spread(8, 2048), _spread(8, 16384)[::-1]),
 }
+# Prompts alone, and two and three, with the heads that a GPU has of a model which is divided among several: so few that
+# it matters how their tiles are dealt out, and so long that nothing else does.
+PROMPT_LENGTHS = {
+    **{f"prompt{thousands}k": ((1024 * thousands,),) * 2 for thousands in (1, 2, 5, 8, 12, 20, 32)},
+    "2_prompts_to_8k": (_spread(2, 8192),) * 2,
+    "3_prompts_to_16k": (_spread(3, 16384),) * 2,
+}
 # Queries and keys of a step of serving in which chunks of prompts come with decoding steps: one chunk before them and
 # behind them, and several.
 _STEPS = tuple(2048 + 32 * i for i in range(63))
@@ -207,7 +214,7 @@ DRAWN_LENGTHS = DRAWN_CHUNK_LENGTHS | DRAWN_STEP_LENGTHS | DRAWN_SHORT_LENGTHS
 DRAWN_LENGTHS |= DRAWN_PROMPT_LENGTHS | DRAWN_UNMASKED_LENGTHS
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
-ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_LENGTHS
+ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS | SHORT_LENGTHS | DRAWN_LENGTHS | PROMPT_LENGTHS
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
@@ -231,6 +238,12 @@ CHUNK_HEADS = {
     64: (*HEADS[64], (8, 1), (20, 5)),
     128: (*HEADS[128], *_FEW_HEADS, (28, 4), (64, 8), (96, 8)),
     256: (*HEADS[256], (8, 1), (4, 2), (16, 8)),
+}
+# And of long prompts: of groups that models have, divided among GPUs until one or two kv heads are left.
+PROMPT_HEADS = {
+    64: ((4, 1), (8, 1), (16, 2)),
+    128: ((4, 1), (5, 1), (7, 1), (8, 1), (8, 2), (12, 1)),
+    256: ((2, 1), (4, 2), (8, 2)),
 }
 # And of prompts with windows: with groups that tiles of several heads hold.
 WINDOW_HEADS = {
@@ -303,6 +316,14 @@ def cells(
             prompts = chunks | short | DRAWN_UNMASKED_LENGTHS if family.page_rows is None else {}
             for name, lengths in prompts.items() if plain and not large and len(in_any_order) > 1 else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), in_any_order
+        for heads in PROMPT_HEADS[family.head_dim]:
+            able = _able(variants, heads)
+            prompts = _prompts(family, heads) if any(map(_for_chunks, able)) else {}
+            able = [variant for variant in able if variant.spec.split is None or _for_chunks(variant)]
+            in_any_order = [variant for variant in able if not _for_mixed(variant)]
+            for name, lengths in prompts.items():
+                served = able if max(lengths[1]) <= FEW_KEYS else in_any_order
+                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
         windows_alone = given_with_calls(family.mask) and not family.keywords
         yield from _prompts_with_windows(family, variants) if given_with_calls(family.mask) else ()
         for heads in HEADS[family.head_dim]:
@@ -347,6 +368,15 @@ def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int])
     if _eight_bit_keys(family):
         place, turns = place + (*PAGE_SIZES, None).index(family.page_rows), EIGHT_BIT_TURNS
     return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % turns == 0}
+
+
+def _prompts(family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
+    """Those of 16 bits that are measured with these heads: others in pages of each size, of which a row is none."""
+    if _eight_bit_keys(family) or family.page_rows == 1:
+        return {}
+    place = PROMPT_HEADS[family.head_dim].index(heads) + (*PAGE_SIZES, None).index(family.page_rows)
+    lists = enumerate(PROMPT_LENGTHS.items(), start=place)
+    return {name: lengths for number, (name, lengths) in lists if number % DRAWN_TURNS == 0}
 
 
 def _eight_bit_keys(family: Family) -> bool:

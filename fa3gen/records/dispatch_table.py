@@ -291,7 +291,7 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
         groups = [*_measured_groups(packed), *groups]
         even = [record for record in packed if size_of(record).unevenness <= EVEN]  # steps tell nothing of prompts
         yield from _around(family, even, groups, ALL_BANDS[:EVEN_BANDS], nearby.MORE_TILES)
-        yield from _around(family, packed, groups, ALL_BANDS[EVEN_BANDS:], nearby.MORE_TILES)
+        yield from _around(family, packed, groups, ALL_BANDS[EVEN_BANDS:], nearby.MORE_TILES, EVEN)
     else:
         yield from _of_groups(family, many)
         yield from _rows(family, [_Cell(record) for record in many])
@@ -341,15 +341,24 @@ def _around(
     groups: Iterable[_Groups],
     bands: Sequence[tuple[float | None, float]],
     tiles: Sequence[float] = nearby.TILES,
+    even: float = 0.0,
 ) -> Iterator[Row]:
-    """Rows for groups of heads, and for bands of how uneven lengths are, each by its edge and its middle."""
+    """Rows for groups of heads, and for bands of how uneven lengths are, each by its edge and its middle.
+
+    Lengths up to `even` have other rows. Of one group its own records are what these rows serve.
+    """
     timed = [nearby.Timed(_place_of(record), _speeds_of(record)) for record in records]
     specs = {_file(result): result.spec for record in records for result in record.results}
     for condition, served, around in groups:
         able = {file for file, spec in specs.items() if _serves_all(spec, served)}
-        for edge, middle in bands:
+        for (edge, middle), above in zip(bands, (even, *(edge or math.inf for edge, _ in bands)), strict=False):
             longest = Times(up_to=edge) if edge else None
-            for choice in nearby.choices(timed, able, around, middle, tiles):
+            own = [
+                number
+                for number, record in enumerate(records)
+                if list(served) == [record.problem.group] and above < size_of(record).unevenness <= (edge or math.inf)
+            ]
+            for choice in nearby.choices(timed, able, around, middle, tiles, own):
                 row = _row_of(family, choice.module, choice.tiles, choice.keys, [_told(choice, records)])
                 yield row.model_copy(update={"group": condition, "longest_q": longest})
 

@@ -8,6 +8,7 @@ a normal distribution over the octaves between a record and a call; `choices` do
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,24 +76,40 @@ def choices(
     group: float,
     uneven: float,
     edges: Sequence[float] = TILES,
+    served: Collection[int] = (),
 ) -> Iterator[Choice]:
     """Of the modules `able` the best ones for a group of heads, and lengths that are so uneven: from the fewest tiles
     to the most, and in each band of these, between `edges`, from the fewest keys to the most.
 
-    Bands which the same modules serve are one. Nothing without a record of one of the modules.
+    `served`: numbers of the records whose calls are served so; of their modules only those that were timed in it serve
+    a record's place, if there is one that was in all. Bands which the same modules serve are one. Nothing without a
+    record of one of the modules.
     """
     modules = sorted({module for record in records for module in record.speeds} & set(able))
     if not modules:
         return
     middles = (edges[0], *(edge / math.sqrt(2) for edge in edges[1:]), edges[-1] * math.sqrt(2))
     means, tell = _means(records, modules, [Place.of(tiles, keys, group, uneven) for tiles in middles for keys in KEYS])
+    for number in served:
+        band, key = _cell_of(records[number].place, edges)
+        here = band * len(KEYS) + key
+        timed = {module: mean for module, mean in means[here].items() if module in records[number].speeds}
+        means[here] = timed or means[here]
     for bands, parts in _bands([means[begin : begin + len(KEYS)] for begin in range(0, len(means), len(KEYS))]):
         edge = edges[bands[-1]] if bands[-1] < len(edges) else None
         for keys, module in parts:
             numbers = [band * len(KEYS) + key for band in bands for key in keys]
             there, told = [means[number] for number in numbers], set().union(*(tell[number] for number in numbers))
-            end = None if keys[-1] == len(KEYS) - 1 else round(KEYS[keys[-1]] * 2**0.25)
+            end = None if keys[-1] == len(KEYS) - 1 else _KEY_ENDS[keys[-1]]
             yield Choice(edge, end, module, _second(there, module), tuple(sorted(told)))
+
+
+_KEY_ENDS = tuple(round(keys * 2**0.25) for keys in KEYS[:-1])  # up to which each of KEYS stands for a call's
+
+
+def _cell_of(place: Place, edges: Sequence[float]) -> tuple[int, int]:
+    """The number of its band of tiles, between `edges`, and of its keys among KEYS."""
+    return bisect.bisect_left(edges, 2**place.tiles), bisect.bisect_left(_KEY_ENDS, round(2**place.keys))
 
 
 _Means = Mapping[Module, float]  # logarithms of speeds beside the fastest

@@ -212,6 +212,11 @@ class TmaLoad(SpecModel):
         description="Keys of one page that are copied at once, with layout paged: page sizes are multiples of it. 8 "
         "and more come in a TMA box; 1: row by row, by cp.async.",
     )
+    tile_slots: Literal[1] | None = Field(
+        default=None,
+        description="1: of packed sequences a CTA draws its next tile when K of the one that it is at is on its way, "
+        "and not a tile earlier, which pays where tiles are long and few.",
+    )
 
 
 Load = Annotated[Union[SyncLoad, CpAsyncLoad, TmaLoad], Field(discriminator="engine")]

@@ -73,6 +73,14 @@ def q_stages(stages: int, kind: str) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="loads")
+def late_draws(slots: int | None, drawn: bool) -> Violation | None:
+    """How many drawn tiles there is room for is said where sequences are packed and tiles drawn."""
+    if slots is None or drawn:
+        return None
+    return Violation("load.tile_slots", "it is for packed sequences whose tiles are drawn; leave it out")
+
+
 def smem_facts(cta: Cta) -> tuple[list[tuple[str, int]], int, int]:
     """Regions with their arithmetic, barrier bytes, and the bytes that aligning them all costs."""
     data = sum(region.bytes for region in cta.regions)
