@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,11 +139,12 @@ def ladder_cells(workspace: Workspace) -> list[Cell]:
 
 
 def packed_cells(workspace: Workspace) -> Iterator[Cell]:
-    """The modules of PACKED with products served oldest first, at each list of lengths, with the fewest heads that were
-    measured, and in pages of SHOWN_PAGE."""
+    """The modules of PACKED with products served oldest first, at each list of lengths, in pages of SHOWN_PAGE, and with
+    the fewest heads of those that more than half as many lists as any were measured with."""
     for variant in attention_only((found for name in PACKED for found in workspace.resolve(name)), "the simulator"):
         calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
-        fewest = min((call.shape.heads_q for call in calls), default=0)
+        times = Counter(call.shape.heads_q for call in calls)
+        fewest = min((heads for heads, count in times.items() if count > max(times.values()) / 2), default=0)
         shown = [call for call in calls if call.shape.heads_q == fewest]
         yield from _predicted(workspace, variant, shown, even=False)
 
