@@ -439,7 +439,7 @@ def test_mixed_dtypes_are_refused(way: str, request: pytest.FixtureRequest) -> N
 def test_keys_in_e5m2_are_offered_a_spec() -> None:
     """There is no module for them, and one can be rendered."""
     q, k, v = tensors()
-    spec = r"extends: fwd_fp8_packed\nsoftmax: \{exp_before_wait: 3\}\nkv: \{dtype: e5m2\}"
+    spec = r"extends: fwd_fp8_packed\nload: \{tile_slots: 1\}\nsoftmax: \{exp_before_wait: 3\}\nkv: \{dtype: e5m2\}"
     offered = rf"(?s)e4m3, K and V in e5m2, O in bf16.*{spec}"
     with pytest.raises(NoKernel, match=offered):
         fa3gen.attention_packed.explain(q, k.to(torch.float8_e5m2), v.to(torch.float8_e5m2), *BEGINS)
