@@ -17,6 +17,7 @@ UNIT = VECTOR_BYTES // E4M3.bytes  # and that it stores at once
 MOST_PARTS = 256  # of what shares a scale, whose maxima each warp reads: 8 for a lane
 OTHER_REGISTERS = 32  # as compiled: strides in 64 bits, addresses, counters
 OTHER_REGISTERS_BOUNDED = 16  # the same where a launch bounds a thread's registers, without spills
+ROW_SCALE_REGISTERS = 16  # and beside these, of scales of rows
 
 
 def lanes(spec: Quantize) -> int:
@@ -56,3 +57,10 @@ def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
     if spec.problem.rotate:  # maxima are looked for in tile after tile, with the same signs
         held.insert(1, ("signs", vectors(spec) * VECTOR * spec.element.bytes // FP32.bytes))
     return held
+
+
+def registers_needed(spec: Quantize) -> list[tuple[str, int]]:
+    """The same, and what ptxas takes besides where a launch bounds registers, and spills with fewer."""
+    held = registers_per_thread(spec)
+    of_rows = spec.problem.rotate and spec.problem.scale == "token"
+    return [*held, ("scales of rows", ROW_SCALE_REGISTERS)] if of_rows else held

@@ -139,7 +139,7 @@ def ladder_cells(workspace: Workspace) -> list[Cell]:
 
 
 def packed_cells(workspace: Workspace) -> Iterator[Cell]:
-    """The modules of PACKED with products served oldest first, at each list of lengths, in pages of SHOWN_PAGE, and with
+    """The modules of PACKED with products served oldest first, at each list of lengths, in pages of SHOWN_PAGE, with
     the fewest heads of those that more than half as many lists as any were measured with."""
     for variant in attention_only((found for name in PACKED for found in workspace.resolve(name)), "the simulator"):
         calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
