@@ -299,23 +299,24 @@ def passes_coordinates(spec: Forward) -> bool:
     return spec.scheduler == "dynamic" and spec.outputs.o != "direct"
 
 
+def drawn_sequences(spec: Forward) -> bool:
+    """Whether sequences are packed and their tiles drawn, and not dealt out in even shares."""
+    return packed_sequences(spec) and spec.scheduler != "even"
+
+
 def tile_slots(spec: Forward) -> int:
-    """How many drawn tiles there is room for."""
-    if spec.scheduler != "even" and packed_sequences(spec):
-        late = isinstance(spec.load, TmaLoad) and spec.load.tile_slots == 1
-        return 1 if late else usual_tile_slots(spec)
-    return TILE_SLOTS  # of even shares the tiles of a CTA are its own, however early they are found
+    """How many drawn tiles there is room for.
 
-
-def usual_tile_slots(spec: Forward) -> int:
-    """The same of packed sequences whose tiles are drawn, where a spec does not say how many.
-
-    The warp that finds tiles runs as far ahead, and a tile drawn early keeps others waiting: of few long ones for as
-    long as all others take. Two slots paid for two consumers with a place for the next Q, where a mask has the short
-    tiles come last; for one or three consumers, and without a mask, one slot did (docs/performance.md).
+    Of packed sequences the warp that finds tiles runs as far ahead, and a tile drawn early keeps others waiting: of few
+    long ones for as long as all others take, for which a spec may ask for one slot. Two paid for two consumers with a
+    place for the next Q, where a mask has the short tiles come last; for one or three consumers, and without a mask,
+    one slot did (docs/performance.md).
     """
+    if not drawn_sequences(spec):
+        return TILE_SLOTS  # of even shares the tiles of a CTA are its own, however early they are found
     masked = not isinstance(spec.mask, NoMask)
-    return 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
+    usual = 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
+    return (spec.load.tile_slots if isinstance(spec.load, TmaLoad) else None) or usual
 
 
 def tile_words(spec: Forward) -> int:

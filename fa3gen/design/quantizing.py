@@ -48,10 +48,18 @@ def shared_memory_map(spec: Quantize) -> list[Region]:
     return [tile] * spec.problem.transpose + [maxima] * (spec.problem.scale != "token")  # never a tile alone: a rule
 
 
+def bounded(spec: Quantize) -> bool:
+    """Whether a launch bounds a thread's registers: of one kernel that rotates ptxas takes so many that fewer CTAs fit.
+
+    Where it looks for maxima in a kernel before, that takes more than the other, and the bound gains nothing.
+    """
+    return spec.problem.rotate and spec.problem.scale != "head"
+
+
 def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
     """An estimate of what a thread holds at the widest point, by what."""
     values = "values", values_of_thread(spec)
-    if spec.problem.rotate and spec.problem.scale != "head":  # signs are used up before there are values
+    if bounded(spec):  # signs are used up before there are values
         return [values, ("addresses and counters", OTHER_REGISTERS_BOUNDED)]
     held = [values, ("addresses and counters", OTHER_REGISTERS)]
     if spec.problem.rotate:  # maxima are looked for in tile after tile, with the same signs
@@ -62,5 +70,5 @@ def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
 def registers_needed(spec: Quantize) -> list[tuple[str, int]]:
     """The same, and what ptxas takes besides where a launch bounds registers, and spills with fewer."""
     held = registers_per_thread(spec)
-    of_rows = spec.problem.rotate and spec.problem.scale == "token"
+    of_rows = bounded(spec) and spec.problem.scale == "token"
     return [*held, ("scales of rows", ROW_SCALE_REGISTERS)] if of_rows else held

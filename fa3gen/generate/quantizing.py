@@ -61,8 +61,7 @@ class WordsPlan:
     """Expressions and phrases: what makes float32 of the rows that a thread loads, and of those that it has loaded.
 
     Which rows these are, the row of the thread's number i, and what a tile that is stored by columns goes to. What the
-    CTAs of an SM are counted for, if anything; and the threads of a launch, which may bound registers by these CTAs:
-    without that ptxas gives a rotation so many that fewer have room.
+    CTAs of an SM are counted for, if anything; and the threads of a launch, with the bound of their registers, if any.
     """
 
     values_of_rows: str
@@ -176,8 +175,7 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
 
 
 def _words(spec: Quantize) -> WordsPlan:
-    by_head = spec.problem.scale == "head"
-    bounded = spec.problem.rotate and not by_head
+    bounded = quantizing.bounded(spec)
     widened = "rotate({}, rSigns)" if spec.problem.rotate else "in_float32({})"
     whole = "(seq_out, HEAD_DIM), whole units of rows; the tile begins with the one at position"
     return WordsPlan(
@@ -186,7 +184,8 @@ def _words(spec: Quantize) -> WordsPlan:
         rows="the rows at positions" if spec.problem.permute_keys else "its rows",
         row="row" if spec.problem.permute_keys else "first + i",
         columns=whole if spec.problem.permute_keys else "(seq, HEAD_DIM); the tile begins with row",
-        ctas="by which registers are bounded" if bounded else "that look for maxima" * by_head,
+        ctas="by which registers are bounded" if bounded else "that look for maxima" * (spec.problem.scale == "head"),
+        # -1: shared memory as the driver would have it by itself; else the DSL would ask a GPU how much there is.
         block="(THREADS, 1, 1)" + ", min_blocks_per_mp=CTAS_PER_SM, preferred_smem_carveout=-1" * bounded,
     )
 

@@ -279,7 +279,8 @@ def cells(
     decoding steps only where no others split keys.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
     elsewhere with few keys only, where everybody is. Prompts at random are where sequences are packed, those without a
-    mask with modules that split no keys. With windows prompts are, too, where there are modules whose tiles hold
+    mask with modules that split no keys; and prompts alone, on few heads, where some modules split keys for chunks, on
+    few keys with all others for prompts. With windows prompts are, too, where there are modules whose tiles hold
     several heads, and chunks beside steps where some take head after head; with sinks or a cap only decoding steps: of
     many queries there is one module for each call, and nothing to choose.
     """
@@ -367,7 +368,7 @@ def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int])
     place, turns = CHUNK_HEADS[family.head_dim].index(heads), DRAWN_TURNS
     if _eight_bit_keys(family):
         place, turns = place + (*PAGE_SIZES, None).index(family.page_rows), EIGHT_BIT_TURNS
-    return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % turns == 0}
+    return _every(turns, lists, place)
 
 
 def _prompts(family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
@@ -375,8 +376,12 @@ def _prompts(family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
     if _eight_bit_keys(family) or family.page_rows == 1:
         return {}
     place = PROMPT_HEADS[family.head_dim].index(heads) + (*PAGE_SIZES, None).index(family.page_rows)
-    lists = enumerate(PROMPT_LENGTHS.items(), start=place)
-    return {name: lengths for number, (name, lengths) in lists if number % DRAWN_TURNS == 0}
+    return _every(DRAWN_TURNS, PROMPT_LENGTHS, place)
+
+
+def _every(turns: int, lists: dict[str, _Lengths], place: int) -> dict[str, _Lengths]:
+    """One list of so many, those that it is the turn of `place` for."""
+    return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % turns == 0}
 
 
 def _eight_bit_keys(family: Family) -> bool:

@@ -347,24 +347,23 @@ def _around(
 
     Lengths up to `even` have other rows. Of one group its own records are what these rows serve.
     """
-    timed = [nearby.Timed(_place_of(record), _speeds_of(record)) for record in records]
+    sizes = [size_of(record) for record in records]
+    timed = [nearby.Timed(_place_of(size), _speeds_of(record)) for size, record in zip(sizes, records, strict=True)]
     specs = {_file(result): result.spec for record in records for result in record.results}
     for condition, served, around in groups:
         able = {file for file, spec in specs.items() if _serves_all(spec, served)}
-        for (edge, middle), above in zip(bands, (even, *(edge or math.inf for edge, _ in bands)), strict=False):
+        of_group = [number for number, size in enumerate(sizes) if list(served) == [size.group]]
+        above = even
+        for edge, middle in bands:
             longest = Times(up_to=edge) if edge else None
-            own = [
-                number
-                for number, record in enumerate(records)
-                if list(served) == [record.problem.group] and above < size_of(record).unevenness <= (edge or math.inf)
-            ]
+            own = [number for number in of_group if above < sizes[number].unevenness <= (edge or math.inf)]
             for choice in nearby.choices(timed, able, around, middle, tiles, own):
                 row = _row_of(family, choice.module, choice.tiles, choice.keys, [_told(choice, records)])
                 yield row.model_copy(update={"group": condition, "longest_q": longest})
+            above = edge or math.inf
 
 
-def _place_of(record: PackedRecord) -> nearby.Place:
-    size = size_of(record)
+def _place_of(size: Size) -> nearby.Place:
     return nearby.Place.of(size.tiles / size.sms, size.keys, size.group, size.unevenness)
 
 

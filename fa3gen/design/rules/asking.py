@@ -108,8 +108,7 @@ def _structure(spec: Forward) -> Iterable[Answer]:
     yield parts.optional_lse.ask(spec.outputs.lse, spec.pv.engine)
     if isinstance(spec.load, TmaLoad):
         yield memory.q_stages.ask(spec.load.q_stages, spec.schedule.kind)
-        drawn = footprint.packed_sequences(spec) and spec.scheduler != "even"
-        yield memory.late_draws.ask(spec.load.tile_slots, drawn)
+        yield memory.late_draws.ask(spec.load.tile_slots, footprint.drawn_sequences(spec))
         yield pages.page_layout.ask(spec.problem.layout, spec.load.page_rows)
         if spec.load.page_rows == 1:
             yield pages.gathered_rows.ask("problem.head_dim", spec.problem.head_dim)

@@ -69,7 +69,7 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     if footprint.loads_together(spec):
         yield from _load_keys(spec, Q_K, "step", "V")
     yield from _tell_last_keys(spec, Q_K)
-    if footprint.packed_sequences(spec) and spec.scheduler != "even":
+    if footprint.drawn_sequences(spec):
         yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
         yield step("end", "wait_full", on="tile", note=f"the one that {drawing} has found")
         return
