@@ -46,7 +46,7 @@ Barriers
     k     2       warps 12 and 13 -> 8 warps   2 arrivals   256 arrivals
     v8    2       TMA, from warp 9 -> 2 warps  8192 bytes   2 arrivals
     v     2       warps 14 and 15 -> 8 warps   2 arrivals   256 arrivals
-    tile  2       warp 10 -> 14 warps          1 arrival    14 arrivals
+    tile  1       warp 10 -> 14 warps          1 arrival    14 arrivals
 
 Shared memory
     offset   bytes  what
@@ -55,8 +55,8 @@ Shared memory
      49152   16384  sV8       2 stages x 128 x 64 x 1: V as it lies in memory
      65536   32768  sK        2 stages x 128 x 64 x 2: K
      98304   32768  sV        2 stages x 128 x 64 x 2: V
-    131072      64  tiles     2 x 8 x 4: coordinates of drawn tiles
-    131136     192  barriers  24 mbarriers
+    131072      32  tiles     8 x 4: coordinates of drawn tiles
+    131104     176  barriers  22 mbarriers
             132096  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -146,7 +146,7 @@ TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 208
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
+TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is

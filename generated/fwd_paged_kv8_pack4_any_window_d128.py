@@ -47,7 +47,7 @@ Barriers
     k     2       warps 12 to 15 -> 8 warps    4 arrivals   256 arrivals
     v8    2       TMA, from warp 9 -> 4 warps  12288 bytes  4 arrivals
     v     2       warps 16 to 19 -> 8 warps    4 arrivals   256 arrivals
-    tile  2       warp 10 -> 18 warps          1 arrival    18 arrivals
+    tile  1       warp 10 -> 18 warps          1 arrival    18 arrivals
 
 Shared memory
     offset   bytes  what
@@ -56,8 +56,8 @@ Shared memory
      90112   24576  sV8       2 stages x 96 x 128 x 1: V as it lies in memory
     114688   49152  sK        2 stages x 96 x 128 x 2: K
     163840   49152  sV        2 stages x 96 x 128 x 2: V
-    212992      64  tiles     2 x 8 x 4: coordinates of drawn tiles
-    213056     192  barriers  24 mbarriers
+    212992      32  tiles     8 x 4: coordinates of drawn tiles
+    213024     176  barriers  22 mbarriers
             214016  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -153,7 +153,7 @@ TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 176
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
+TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 # Of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, rows of its keys; and a zero,
 # for words are read four at a time.
 TILE_WORDS = 8

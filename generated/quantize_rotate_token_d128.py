@@ -26,7 +26,7 @@ Decisions
 
 Threads
     128 threads, 4 warps: 4 for a row, of which each has 4 x 8 elements of 2 rows
-    about 80 registers each: values 64, addresses and counters 16
+    about 96 registers each: values 64, addresses and counters 16, scales of rows 16
 
 Timeline: a CTA has 64 rows of a head
     per tile:

@@ -1154,8 +1154,10 @@ def test_late_draws() -> None:
     assert memory.late_draws(None, drawn=False) is memory.late_draws(1, drawn=True) is None
     told = "it is for packed sequences whose tiles are drawn; leave it out"
     assert memory.late_draws(1, drawn=False) == Violation("load.tile_slots", told)
-    for stem, slots in (("fwd_packed_d128_causal", 2), ("fwd_packed_late_d128_causal", 1), ("fwd_packed_d128", 1)):
-        assert footprint.tile_slots(variants()[stem].spec) == slots
+    two = "packed_d128_causal", "fp8_paged_d128_causal"
+    one = "packed_d128", "packed_kv8_d128_causal", "packed_late_d128_causal", "fp8_paged_late_d128_causal"
+    for name in (*two, *one):
+        assert footprint.tile_slots(variants()[f"fwd_{name}"].spec) == (2 if name in two else 1)
     for stem in ("fwd_d128_causal", "fwd_packed_chunks_d128_causal"):
         spec = variants()[stem].spec
         late = spec.model_copy(update={"load": spec.load.model_copy(update={"tile_slots": 1})})

@@ -309,13 +309,14 @@ def tile_slots(spec: Forward) -> int:
 
     Of packed sequences the warp that finds tiles runs as far ahead, and a tile drawn early keeps others waiting: of few
     long ones for as long as all others take, for which a spec may ask for one slot. Two paid for two consumers with a
-    place for the next Q, where a mask has the short tiles come last; for one or three consumers, and without a mask,
-    one slot did (docs/performance.md).
+    place for the next Q, where a mask has the short tiles come last; for one or three consumers, without a mask, and
+    where warps convert the keys, one slot did (docs/performance.md).
     """
     if not drawn_sequences(spec):
         return TILE_SLOTS  # of even shares the tiles of a CTA are its own, however early they are found
     masked = not isinstance(spec.mask, NoMask)
-    usual = 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
+    ahead = masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 and not converts(spec)
+    usual = 2 if ahead else 1
     return (spec.load.tile_slots if isinstance(spec.load, TmaLoad) else None) or usual
 
 

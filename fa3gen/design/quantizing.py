@@ -57,18 +57,12 @@ def bounded(spec: Quantize) -> bool:
 
 
 def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
-    """An estimate of what a thread holds at the widest point, by what."""
+    """An estimate of what a thread holds at the widest point, by what; where a launch bounds it, ptxas spills with less."""
     values = "values", values_of_thread(spec)
     if bounded(spec):  # signs are used up before there are values
-        return [values, ("addresses and counters", OTHER_REGISTERS_BOUNDED)]
+        held = [values, ("addresses and counters", OTHER_REGISTERS_BOUNDED)]
+        return [*held, ("scales of rows", ROW_SCALE_REGISTERS)] if spec.problem.scale == "token" else held
     held = [values, ("addresses and counters", OTHER_REGISTERS)]
     if spec.problem.rotate:  # maxima are looked for in tile after tile, with the same signs
         held.insert(1, ("signs", vectors(spec) * VECTOR * spec.element.bytes // FP32.bytes))
     return held
-
-
-def registers_needed(spec: Quantize) -> list[tuple[str, int]]:
-    """The same, and what ptxas takes besides where a launch bounds registers, and spills with fewer."""
-    held = registers_per_thread(spec)
-    of_rows = bounded(spec) and spec.problem.scale == "token"
-    return [*held, ("scales of rows", ROW_SCALE_REGISTERS)] if of_rows else held

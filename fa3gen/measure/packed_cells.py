@@ -66,8 +66,9 @@ def _spread(count: int, longest: int) -> tuple[int, ...]:
     return tuple(round(longest / 8 ** (11 * i % count / count)) for i in range(count))
 
 
-# The same of drafts with more queries; and of chunks of prompts on many keys with few tiles of queries, where it pays
-# that several CTAs read the keys of a tile, and of what lies beside these, where it does not.
+# The same of drafts of as many queries as engines propose, and of more; and of chunks of prompts on many keys with few
+# tiles of queries, where it pays that several CTAs read the keys of a tile, and of what lies beside these, where it does
+# not.
 DRAFT_LENGTHS = {
     "draft_of_16_on_32k": ((16,), (32768,)),
     "8_drafts_of_8_on_8k": ((8,) * 8, (8192,) * 8),
@@ -75,6 +76,10 @@ DRAFT_LENGTHS = {
     "64_drafts_of_8_on_2k": ((8,) * 64, (2048,) * 64),
     "64_drafts_of_16_on_2k": ((16,) * 64, (2048,) * 64),
     "32_drafts_of_8_to_12k": ((8,) * 32, _spread(32, 12288)),
+    "2_drafts_of_3_to_1k": ((3,) * 2, _spread(2, 1024)),
+    "4_drafts_of_4_to_5k": ((4,) * 4, _spread(4, 5120)),
+    "32_drafts_of_5_to_3k": ((5,) * 32, _spread(32, 3072)),
+    "64_drafts_of_3_to_9k": ((3,) * 64, _spread(64, 9216)),
 }
 CHUNK_LENGTHS = {
     "chunk128_on_4k": ((128,), (4096,)),
@@ -372,11 +377,11 @@ def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int])
 
 
 def _prompts(family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
-    """Those of 16 bits that are measured with these heads: others in pages of each size, of which a row is none."""
-    if _eight_bit_keys(family) or family.page_rows == 1:
+    """Those that are measured with these heads: others in pages of each size, of which a row is none."""
+    if family.page_rows == 1:
         return {}
     place = PROMPT_HEADS[family.head_dim].index(heads) + (*PAGE_SIZES, None).index(family.page_rows)
-    return _every(DRAWN_TURNS, PROMPT_LENGTHS, place)
+    return _every(EIGHT_BIT_TURNS if _eight_bit_keys(family) else DRAWN_TURNS, PROMPT_LENGTHS, place)
 
 
 def _every(turns: int, lists: dict[str, _Lengths], place: int) -> dict[str, _Lengths]:

@@ -29,6 +29,6 @@ def answers(spec: Quantize) -> list[Answer]:
         found.append(quantizes.quantize_transposed.ask(rows, threads, quantizing.lanes(spec)))
     if any(answer.refuses for answer in found):
         return found
-    found.append(quantizes.quantize_registers.ask(threads, spec.tile.per_sm, quantizing.registers_needed(spec)))
+    found.append(quantizes.quantize_registers.ask(threads, spec.tile.per_sm, quantizing.registers_per_thread(spec)))
     found.append(quantizes.quantize_smem.ask(spec.tile.per_sm, cta_of(spec).smem_bytes))
     return found
