@@ -57,7 +57,7 @@ def bounded(spec: Quantize) -> bool:
 
 
 def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:
-    """An estimate of what a thread holds at the widest point, by what; where a launch bounds it, ptxas spills with less."""
+    """An estimate of what a thread holds at the widest point, by what; ptxas spills where a launch allows less."""
     values = "values", values_of_thread(spec)
     if bounded(spec):  # signs are used up before there are values
         held = [values, ("addresses and counters", OTHER_REGISTERS_BOUNDED)]

@@ -66,9 +66,8 @@ def _spread(count: int, longest: int) -> tuple[int, ...]:
     return tuple(round(longest / 8 ** (11 * i % count / count)) for i in range(count))
 
 
-# The same of drafts of as many queries as engines propose, and of more; and of chunks of prompts on many keys with few
-# tiles of queries, where it pays that several CTAs read the keys of a tile, and of what lies beside these, where it does
-# not.
+# The same of drafts of as many queries as engines propose, and of more. And of chunks of prompts: on many keys with few
+# tiles of queries, where it pays that several CTAs read the keys of a tile, and of what lies beside, where it does not.
 DRAFT_LENGTHS = {
     "draft_of_16_on_32k": ((16,), (32768,)),
     "8_drafts_of_8_on_8k": ((8,) * 8, (8192,) * 8),
