@@ -228,9 +228,11 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     lines = num_lines(spec, shape, sms, problem.num_splits) if even else 1
     sequences = shape.sequences
     fitted = {lengths: problem.fitted(lengths) for lengths in set(sequences)}
-    of_line: list[list[tile_order.Taken]] = [[] for _ in range(lines)]
-    for entry in tile_order.taken(spec, shape):
-        of_line[entry.head // tile_order.packs_of_kv(fitted[sequences[entry.batch]], shape) % lines].append(entry)
+    packs = {lengths: tile_order.packs_of_kv(own, shape) for lengths, own in fitted.items()}
+    of_line: list[list[tuple[Lengths, int]]] = [[] for _ in range(lines)]
+    for _, m_block, head, batch in tile_order.taken(spec, shape):
+        lengths = sequences[batch]
+        of_line[head // packs[lengths] % lines].append((lengths, m_block))
 
     @cache
     def of_tile(lengths: Lengths, m_block: int) -> tuple[int, int, int]:
@@ -241,26 +243,39 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
         rows = min(group, own.tile.pack_heads) * min(positions, lengths[0] - m_block * positions)
         return after - before, problem.of_lengths[lengths][m_block].end, rows
 
-    for entries in of_line:
+    @cache
+    def cut(lengths: Lengths, m_block: int, room: int) -> tuple[tuple[tuple[bool, Part | None], ...], int]:
+        """Its parts, where the last CTA has so much room left, and the room that the last one has then.
+
+        Each with whether a CTA begins with it; None where its steps are no part.
+        """
+        steps, end, rows = of_tile(lengths, m_block)
+        cuts, begun = [0], []
+        while cuts[-1] < steps:
+            begun.append(room == 0 or not even)
+            if begun[-1]:
+                room = share if even else _steps_of_part(problem, steps, sms)
+            taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
+            cuts.append(cuts[-1] + taken)
+            room -= taken
+        if counts_seen(spec):
+            cuts = [*(min(cut, max(end, 1)) for cut in cuts[:-1]), max(end, 1)]
+        number = sum(begin < behind for begin, behind in pairwise(cuts))
+        pieces = (
+            Part(max(min(end, behind * unit) - begin * unit, 1), number, rows) if begin < behind else None
+            for begin, behind in pairwise(cuts)
+        )
+        return tuple(zip(begun, pieces, strict=True)), room
+
+    for tiles in of_line:
         room = 0  # shares are of one line
-        for entry in entries:
-            lengths = sequences[entry.batch]
-            steps, end, rows = of_tile(lengths, entry.m_block)
-            cuts = [0]
-            places: list[list[Part]] = []
-            while cuts[-1] < steps:
-                if room == 0 or not even:
+        for lengths, m_block in tiles:
+            pieces, room = cut(lengths, m_block, room)
+            for begins, part in pieces:
+                if begins:
                     found.append([])
-                    room = share if even else _steps_of_part(problem, steps, sms)
-                places.append(found[-1])
-                taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
-                cuts.append(cuts[-1] + taken)
-                room -= taken
-            if counts_seen(spec):
-                cuts = [*(min(cut, max(end, 1)) for cut in cuts[:-1]), max(end, 1)]
-            pieces = [(place, *cut) for place, cut in zip(places, pairwise(cuts), strict=True) if cut[0] < cut[1]]
-            for place, begin, behind in pieces:
-                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(pieces), rows))
+                if part is not None:
+                    found[-1].append(part)
     return found
 
 

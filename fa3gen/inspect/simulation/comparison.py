@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import Counter
@@ -80,12 +81,20 @@ class _Call:
         return self.shape.page if isinstance(self.shape, PagedShape) else None
 
 
-def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
+class _Records:
+    """The records of tuning and of packed cells of a workspace, read once for all modules that a page is about."""
+
+    def __init__(self) -> None:
+        self.tuned = functools.cache(tuning_records.load_all)
+        self.packed = functools.cache(packed_records.load_all)
+
+
+def _calls(workspace: Workspace, variant: Variant[Forward], records: _Records) -> Iterator[_Call]:
     """Dense modules at each length of the records; those that split keys at the shapes that they were tuned at, others
     in the packed cells that they were measured in. `workspace` is where the module lies, with its records."""
     present = files.sha256(workspace.module_path(variant.stem))
     if variant.spec.split is not None and variant.spec.problem.layout == "dense":
-        for tuned in tuning_records.load_all(workspace):
+        for tuned in records.tuned(workspace):
             for timed in tuned.results:
                 if timed.stem == variant.stem:
                     name = f"{tuned.problem.batch} of {tuned.problem.lengths}"
@@ -97,7 +106,7 @@ def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
             verified = record.tflops.get(str(length)) if record else None
             yield _Call(f"{length // 1024}k", measured_shape(variant.spec, length), verified)
         return
-    for packed in packed_records.load_all(workspace):
+    for packed in records.packed(workspace):
         for result in packed.results:
             if result.stem == variant.stem:
                 speed = result.tflops if result.sha256 == present else None
@@ -106,11 +115,12 @@ def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
 
 def cells(workspace: Workspace, variants: Iterable[Variant[Forward]]) -> Iterator[Cell]:
     """What was measured of these modules, with its predictions. Raises UserError for modules that are not rendered."""
+    records = _Records()
     for variant in variants:
         place = workspace.place_of(variant)
         if not place.module_path(variant.stem).is_file():
             raise workspace.not_rendered([variant])
-        yield from _predicted(place, variant, _calls(place, variant), even=True)
+        yield from _predicted(place, variant, _calls(place, variant, records), even=True)
 
 
 def _predicted(
@@ -138,22 +148,22 @@ def ladder_cells(workspace: Workspace) -> list[Cell]:
     return list(cells(workspace, [each for each in variants if isinstance(each.spec.mask, NoMask)]))
 
 
-def packed_cells(workspace: Workspace) -> Iterator[Cell]:
+def packed_cells(workspace: Workspace, records: _Records) -> Iterator[Cell]:
     """The modules of PACKED with products served oldest first, at each list of lengths, in pages of SHOWN_PAGE, with
     the fewest heads of those that more than half as many lists as any were measured with."""
     for variant in attention_only((found for name in PACKED for found in workspace.resolve(name)), "the simulator"):
-        calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
+        calls = [call for call in _calls(workspace, variant, records) if call.page in (None, SHOWN_PAGE)]
         times = Counter(call.shape.heads_q for call in calls)
         fewest = min((heads for heads, count in times.items() if count > max(times.values()) / 2), default=0)
         shown = [call for call in calls if call.shape.heads_q == fewest]
         yield from _predicted(workspace, variant, shown, even=False)
 
 
-def decoding_cells(workspace: Workspace) -> Iterator[Cell]:
+def decoding_cells(workspace: Workspace, records: _Records) -> Iterator[Cell]:
     """The modules of DECODING with products served oldest first, at all that was measured of few queries, and in pages
     of SHOWN_PAGE."""
     for variant in attention_only((found for name in DECODING for found in workspace.resolve(name)), "the simulator"):
-        calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
+        calls = [call for call in _calls(workspace, variant, records) if call.page in (None, SHOWN_PAGE)]
         yield from _predicted(workspace, variant, calls, even=False)
 
 
@@ -281,13 +291,13 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def blocks(workspace: Workspace) -> dict[str, str]:
     """Name -> text of each part of the document that this module makes."""
-    found = ladder_cells(workspace)
-    packed = list(packed_cells(workspace))
+    found, records = ladder_cells(workspace), _Records()
+    packed = list(packed_cells(workspace, records))
     table = comparison_table(found) + (f"\n{missing}" if (missing := unmeasured(workspace, found)) else "")
     return {
         **{"comparison": table, "summary": summary(found), "stages": stages_table(workspace)},
         **{"packed": packed_table(packed), "spread": spread(packed)},
-        "decoding": decoding_table(list(decoding_cells(workspace))),
+        "decoding": decoding_table(list(decoding_cells(workspace, records))),
     }
 
 

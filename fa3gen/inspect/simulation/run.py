@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from fa3gen.design import ceiling, footprint, rules, work
 from fa3gen.design.family import Shape
@@ -273,9 +273,7 @@ def deal(
         longer = max(steps - sample, 0) * step * places
         return once + longer, twice - once + longer
 
-    def adds(steps: int) -> float:
-        return lasts(steps)[1]
-
+    adds = {count: lasts(count)[1] for count in set(chain.from_iterable(steps))}.__getitem__
     whole = spec.scheduler != "even"
     dealt = ceiling.dealt([tile for [tile] in steps], chip.sms * places, adds) if whole else steps
     ends = [lasts(first)[0] + sum(map(adds, others)) for first, *others in dealt]
