@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ def load(path: Path, *, roots: Sequence[Path] = (), search: Sequence[Path] = ())
     return specfile.load(path, judge=_judge, roots=roots, search=search)
 
 
-def _judge(spec: Spec) -> Iterable[tuple[str, str]]:
+@functools.lru_cache(maxsize=1024)  # a workspace has specs of the package beside its own
+def _judge(spec: Spec) -> tuple[tuple[str, str], ...]:
     """Every violation; and what makes the spec legal in one step, where the messages do not say so themselves."""
     violations = rules.check(spec)
-    yield from ((violation.field, violation.message) for violation in violations)
+    found = [(violation.field, violation.message) for violation in violations]
     changes = nearest_legal(spec) if violations else None
     if changes is not None and not all(_said(change, violations) for change in changes):
-        yield "", f"what makes it legal in one step: {described(changes)}"
+        found.append(("", f"what makes it legal in one step: {described(changes)}"))
+    return tuple(found)
 
 
 def _said(change: tuple[str, Any], violations: Sequence[rules.Violation]) -> bool:

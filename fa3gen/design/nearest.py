@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
-from fa3gen.design.rules import check
+from fa3gen.design.rules import Violation, check
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Scheduler, Spec, Swizzle
 
@@ -118,11 +118,12 @@ def nearest_legal(
     """
     fields = spec.model_dump(exclude_none=True)
     order = itertools.count()  # of equals, the one found first
-    waiting: list[tuple[float, int, int, Changes]] = [(0.0, next(order), 0, ())]
+    waiting: list[tuple[float, int, int, Changes, list[Violation]]] = [
+        (0.0, next(order), 0, (), check(with_changes(spec, ())))
+    ]
     seen: set[str] = set()
     while waiting and len(seen) < (most or MOST_SPECS):
-        _, _, cost, changes = heapq.heappop(waiting)
-        violations = check(with_changes(spec, changes))
+        _, _, cost, changes, violations = heapq.heappop(waiting)
         if not violations:
             return changes
         taken = {path for path, _ in changes}
@@ -138,7 +139,8 @@ def nearest_legal(
             if not keeps(tried):
                 continue
             costs = cost + (COST_OF_PROBLEM if path.partition(".")[0] in ("problem", "mask") else 1)
-            heapq.heappush(waiting, (costs + HASTE * len(check(tried)), next(order), costs, more))
+            left = check(tried)
+            heapq.heappush(waiting, (costs + HASTE * len(left), next(order), costs, more, left))
     return None
 
 

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeGuard
 
@@ -84,7 +85,8 @@ def load(path: Path, *, judge: Judge, roots: Sequence[Path] = (), search: Sequen
 
     A file without problems is checked once in a process, for as long as it and its bases stay as they are.
     """
-    asked = (os.getcwd(), path, judge, tuple(roots), tuple(search))
+    absolute = all(place.is_absolute() for place in (path, *roots, *search))
+    asked = ("" if absolute else os.getcwd(), path, judge, tuple(roots), tuple(search))
     kept = _KEPT.get(asked)
     if kept is not None and all(content(place) == found for place, found in kept.looked):
         return kept.spec_file
@@ -239,6 +241,7 @@ class _Loader:
         self.search = search
         self.problems: list[Problem] = []
         self.looked: list[tuple[Path, bytes | None]] = []
+        self._resolved = cache(Path.resolve)  # bases are looked at once more for each spec below them
 
     def load(self, path: Path) -> SpecFile | None:
         shown = self.shown(path)
@@ -264,7 +267,7 @@ class _Loader:
 
     def shown(self, path: Path) -> Path:
         """`path` as people write it: relative to the workspace, or to the package's data, where it lies inside."""
-        absolute = path.resolve()
+        absolute = self._resolved(path)
         for root in self.roots:
             if absolute.is_relative_to(root):
                 return absolute.relative_to(root)
@@ -315,7 +318,7 @@ class _Loader:
             self._at(extends, "extends", f"there is no spec '{name}' (looked for {looked}){nearest(name, stems)}")
             return None
         self.looked.extend((candidate, None) for candidate in candidates[: candidates.index(found)])
-        if found.resolve() in [link.resolve() for link in chain]:
+        if self._resolved(found) in map(self._resolved, chain):
             links = " -> ".join(str(self.shown(link)) for link in (*chain, found))
             self._at(extends, "extends", f"cycle: {links}; take one `extends` out")
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,14 @@ class Node:
             return [child.plain() for child in self.value]
         return self.value
 
-    def leaves(self, field: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], "Node"]]:
+    def leaves(self, field: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], "Node"]]:
         """The key path and node of every value that is no mapping."""
         if not isinstance(self.value, dict):
-            yield field, self
-        for key, child in self.mapping.items():
-            yield from child.leaves((*field, key))
+            return [(field, self)]
+        found = []
+        for key, child in self.value.items():
+            found += child.leaves((*field, key)) if isinstance(child.value, dict) else [((*field, key), child)]
+        return found
 
     def find(self, field: Sequence[str]) -> tuple["Node", bool]:
         """The node at the key path `field` and True, or the nearest enclosing mapping that exists and False."""
