@@ -9,7 +9,7 @@ from pathlib import Path
 import black
 from rendering import ROOT, STEMS, source
 
-from fa3gen.generate.render import top_level_blocks
+from fa3gen.generate.formatting import top_level_blocks
 
 # What black parsed stays in memory, and Python's collector of garbage looks through it again and again: with it black
 # takes twice as long. Processes that black forks have none either.

@@ -18,8 +18,9 @@ from ruamel.yaml import YAML
 from fa3gen.base.errors import SpecError
 from fa3gen.design import footprint, rules, splits
 from fa3gen.design.workspace import Workspace
+from fa3gen.generate.formatting import format_module
 from fa3gen.generate.plan import Plan, make_plan
-from fa3gen.generate.render import format_module, render_variant
+from fa3gen.generate.render import render_variant
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Forward, Spec, TmaLoad
 from fa3gen.spec.specfile import Variant

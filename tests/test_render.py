@@ -22,7 +22,8 @@ from fa3gen.base.errors import UserError
 from fa3gen.design import rules
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate import render
-from fa3gen.generate.render import Rendered, format_module, is_generated, orphans, render_all, render_variant, write
+from fa3gen.generate.formatting import format_module
+from fa3gen.generate.render import Rendered, is_generated, orphans, render_all, render_variant, write
 from fa3gen.spec.specfile import Variant
 
 # As pyproject.toml has it for the whole repository.
@@ -112,6 +113,18 @@ def test_rendering_again_gives_the_same(rendered: list[Rendered]) -> None:
         '"""Title."""\nimport  math\n\n\n\n\ndef f( x ):\n  return math.pi*x\n',
         "x=1\n\n\n\n# ---\n# A\n# ---\n\n\n\n@f\ndef g(): return 1\n",
         "if x:\n    y=1\n\n\n\n    z=2\n",
+        # Functions, whose statements are formatted by themselves where none matters to another.
+        "@f\ndef g(a,b): # c\n    'text'\n    # above\n    x=1; \n\n    # above\n\n\n    return(x)\n",
+        "@f\n\ndef g(a,\n  b):\n    if a: x=1\n    else:\n        x=2\n        # below\n    # above\n    return x\n",
+        "def g():\n    if a:\n        x=1\n\n        # below\n\n    return x\n    # last\n",
+        "def g():\n\n    # first\n    x = {'a':1,}\n    y = '''\n\n    z=1\n'''\n    z=1\n",
+        "def g():\n    # colon:\n    x=1\n    return x\n",
+        "def g():\n    x=1\n    'no docstring  '\n    return x\n",
+        "def g():\n    import math\n    x=1\n    def h(): return x\n    return h\n",
+        "def g():\n    x=1\n    class H: pass\n    return H\n",
+        "def g():\n    x=1 # fmt: skip\n    y=1\n",
+        "def g():\n  x=1\n  return (yield)\n\n\ndef h(): ...\n\n\ndef i():\n    ...\n\n\ndef j(): return 1\n",
+        "async def g():\n    x=1\n    await(x)\n\n\ndef h():\n    'text'\nx=1\n",
     ],
 )
 def test_format_module_equals_black_on_rough_text(text: str) -> None:
