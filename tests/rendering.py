@@ -155,7 +155,10 @@ FEW_MODULES = [f"{spec}_{variant}" for spec in FEW_SPECS for variant in ("d64", 
 
 
 def small_checkout(folder: Path) -> None:
-    """Put a checkout with three specs, just rendered, into an empty folder; no git."""
+    """Put a checkout with three specs, just rendered, into an empty folder; no git.
+
+    Its templates are the package's, compiled once for all tests: who edits them copies them first.
+    """
     for name in ("specs", "generated"):
         (folder / name).mkdir()
     for spec in FEW_SPECS:
@@ -164,7 +167,6 @@ def small_checkout(folder: Path) -> None:
         shutil.copy(ROOT / "generated" / f"{stem}.py", folder / "generated")
     digests = {f"{stem}.py": sha256(folder / "generated" / f"{stem}.py") for stem in FEW_MODULES}
     (folder / "generated" / f".{MEMORY}").write_text(json.dumps(digests))
-    shutil.copytree(ROOT / "templates", folder / "templates")
 
 
 def constants(module: ast.Module) -> dict[str, int]:

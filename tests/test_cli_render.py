@@ -481,6 +481,7 @@ def test_check_of_one_spec_looks_at_that_one(root: Path, capsys: Output) -> None
 
 
 def test_check_sees_an_edited_template(root: Path, capsys: Output) -> None:
+    shutil.copytree(ROOT / "templates", root / "templates")
     path = root / "templates" / "sections" / "naive_constants.py.jinja"
     path.write_text(path.read_text().replace("VECTOR = 8", "VECTOR = 16"))
     assert main(["render", "--check"]) == 1
@@ -547,6 +548,7 @@ def test_an_unknown_name(root: Path, capsys: Output) -> None:
 
 
 def test_a_broken_template_writes_nothing(root: Path, capsys: Output) -> None:
+    shutil.copytree(ROOT / "templates", root / "templates")
     path = root / "templates" / "sections" / "storage.py.jinja"
     path.write_text("#% if plan.nothing\n#% endif\n" + path.read_text())
     change_spec(root)
