@@ -85,32 +85,56 @@ def load(path: Path, *, judge: Judge, roots: Sequence[Path] = (), search: Sequen
 
     A file without problems is checked once in a process, for as long as it and its bases stay as they are.
     """
-    absolute = all(place.is_absolute() for place in (path, *roots, *search))
-    asked = ("" if absolute else os.getcwd(), path, judge, tuple(roots), tuple(search))
-    kept = _KEPT.get(asked)
-    if kept is not None and all(content(place) == found for place, found in kept.looked):
-        return kept.spec_file
+    asked = (_seen_from(path, *roots, *search), path, judge, tuple(roots), tuple(search))
+    kept = _FILES.find(asked)
+    if kept is not None:
+        return kept.made
     loader = _Loader(judge, roots, search)
     spec_file = loader.load(path)
     if loader.problems or spec_file is None:
         raise SpecError(sorted_problems(loader.problems, loader.shown(path)))
-    _KEPT.pop(asked, None)
-    _KEPT[asked] = _Kept(tuple(loader.looked), spec_file)
-    if len(_KEPT) > _MOST_KEPT:
-        del _KEPT[next(iter(_KEPT))]  # the oldest
+    _FILES.keep(asked, loader.looked, spec_file)
     return spec_file
 
 
+_Looked = Sequence[tuple[Path, bytes | None]]
+MadeT = TypeVar("MadeT")
+
+
 @dataclass(frozen=True)
-class _Kept:
-    """What `load` gave, and all files that it looked at or for, each with what stood in it (None: no such file)."""
+class _Kept(Generic[MadeT]):
+    """What was made of files, and all that were looked at or for, each with what stood in it (None: no such file)."""
 
-    looked: tuple[tuple[Path, bytes | None], ...]
-    spec_file: SpecFile
+    looked: _Looked
+    made: MadeT
 
 
-_MOST_KEPT = 1024
-_KEPT: dict[tuple[Any, ...], _Kept] = {}
+class _Memory(Generic[MadeT]):
+    """What was made of files, for as long as they say the same; of no more than MOST."""
+
+    MOST = 1024
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], _Kept[MadeT]] = {}
+
+    def find(self, asked: tuple[Any, ...]) -> _Kept[MadeT] | None:
+        kept = self._kept.get(asked)
+        same = kept is not None and all(content(place) == found for place, found in kept.looked)
+        return kept if same else None
+
+    def keep(self, asked: tuple[Any, ...], looked: _Looked, made: MadeT) -> None:
+        self._kept.pop(asked, None)
+        self._kept[asked] = _Kept(tuple(looked), made)
+        if len(self._kept) > self.MOST:
+            del self._kept[next(iter(self._kept))]  # the oldest
+
+
+_FILES: _Memory[SpecFile] = _Memory()
+
+
+def _seen_from(*places: Path) -> str:
+    """The working directory, where paths depend on it."""
+    return "" if all(place.is_absolute() for place in places) else os.getcwd()
 
 
 def attention_only(variants: Iterable[Variant], what: str) -> list[Variant[Forward]]:
@@ -215,6 +239,9 @@ class _Document:
     fields: Node
     matrix: Node | None
     matrix_files: frozenset[Path]
+
+
+_BASES: _Memory[_Document] = _Memory()
 
 
 @dataclass(frozen=True)
@@ -322,7 +349,20 @@ class _Loader:
             links = " -> ".join(str(self.shown(link)) for link in (*chain, found))
             self._at(extends, "extends", f"cycle: {links}; take one `extends` out")
             return None
-        return self._document(found, chain)
+        return self._document_of_base(found, chain)
+
+    def _document_of_base(self, path: Path, chain: tuple[Path, ...]) -> _Document | None:
+        """As `_document`; most specs share their bases, so that one without problems is merged once."""
+        asked = (_seen_from(path, *self.search), path, tuple(self.roots), tuple(self.search))
+        kept = _BASES.find(asked)
+        if kept is not None:
+            self.looked.extend(kept.looked)
+            return kept.made
+        looked, problems = len(self.looked), len(self.problems)
+        document = self._document(path, chain)
+        if document is not None and len(self.problems) == problems:
+            _BASES.keep(asked, self.looked[looked:], document)
+        return document
 
     def _candidates(self, name: str, beside: Path) -> list[Path]:
         if "/" in name or name.endswith((".yaml", ".yml")):
