@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,11 @@ def small_checkout(folder: Path) -> None:
 
 def constants(module: ast.Module) -> dict[str, int]:
     """The module's integer constants, by executing the constant assignments that need nothing imported."""
+    return dict(_constants(module))
+
+
+@lru_cache(maxsize=1024)  # tests ask several times for those of a committed module
+def _constants(module: ast.Module) -> dict[str, int]:
     values: dict[str, Any] = {}
     for node in module.body:
         if not isinstance(node, ast.Assign):
