@@ -10,7 +10,19 @@ from functools import cache
 from typing import Any, TypeGuard
 
 import pytest
-from rendering import CHECKOUT, STEMS, attention_stems, changed, constants, plans, samples, source, tree, variants
+from rendering import (
+    CHECKOUT,
+    STEMS,
+    attention_stems,
+    changed,
+    constants,
+    plans,
+    samples,
+    source,
+    tree,
+    variants,
+    walked,
+)
 
 from fa3gen.design import rules
 from fa3gen.design.footprint import tma_boxes
@@ -793,7 +805,7 @@ def test_barrier_table(stem: str) -> None:
 def transaction_bytes(stem: str) -> dict[str, ast.expr]:
     """Ring -> the expression given as tx_count where the module creates its barriers."""
     found: dict[str, ast.expr] = {}
-    for node in ast.walk(code(stem)):
+    for node in walked(code(stem)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             count = [keyword.value for keyword in node.value.keywords if keyword.arg == "tx_count"]
             if count and isinstance(node.targets[0], ast.Name):
@@ -815,7 +827,7 @@ def test_bytes_of_a_phase_are_the_bytes_of_a_stage(stem: str) -> None:
 def ring_calls(stem: str) -> dict[str, tuple[ast.expr, ast.expr]]:
     """Ring -> stages and bytes of a stage, as the module gives them to `make_ring`."""
     found: dict[str, tuple[ast.expr, ast.expr]] = {}
-    for node in ast.walk(code(stem)):
+    for node in walked(code(stem)):
         call = node.value if isinstance(node, ast.Assign) else None
         if isinstance(node, ast.Assign) and isinstance(call, ast.Call) and ast.unparse(call.func) == "make_ring":
             barriers, stages, size, *_ = call.args
@@ -827,7 +839,7 @@ def ring_calls(stem: str) -> dict[str, tuple[ast.expr, ast.expr]]:
 
 def announced(stem: str) -> set[int]:
     """Bytes that the module announces at the barrier of Q."""
-    calls = [node for node in ast.walk(code(stem)) if isinstance(node, ast.Call)]
+    calls = [node for node in walked(code(stem)) if isinstance(node, ast.Call)]
     called = [call.args for call in calls if ast.unparse(call.func) == "cute.arch.mbarrier_arrive_and_expect_tx"]
     return {evaluate(size, constants(code(stem))) for barrier, size in called if ast.unparse(barrier) == "q_full"}
 
@@ -920,13 +932,19 @@ def copies(stem: str, name: str) -> int:
 
     @cache  # the same functions are called from many places
     def inside(function: ast.FunctionDef) -> int:
-        calls = [node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and is_name(node.func)]
-        calls += in_loop * in_stripes(function)
+        calls = called(function) + (in_loop * in_stripes(function) if in_loop else [])
         return calls.count(name) + sum(inside(functions[call]) for call in calls if call in functions and call != name)
 
     return inside(functions["attention_kernel"])
 
 
+@cache
+def called(function: ast.FunctionDef) -> list[str]:
+    """What is called by its name in a function."""
+    return [node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and is_name(node.func)]
+
+
+@cache
 def in_stripes(function: ast.FunctionDef) -> list[str]:
     """What is called in a loop over all stripes of O but one, which is written out."""
     loops = [node for node in ast.walk(function) if isinstance(node, ast.For) and "STRIPES" in ast.unparse(node.iter)]
