@@ -268,7 +268,8 @@ class _Loader:
         self.search = search
         self.problems: list[Problem] = []
         self.looked: list[tuple[Path, bytes | None]] = []
-        self._resolved = cache(Path.resolve)  # bases are looked at once more for each spec below them
+        # Bases are looked at once more for each spec below them.
+        self._resolved: Callable[[Path], Path] = cache(Path.resolve)
 
     def load(self, path: Path) -> SpecFile | None:
         shown = self.shown(path)
