@@ -485,13 +485,13 @@ def test_rows_of_pages_take_a_warps_instructions() -> None:
 
 def test_measured_cells_are_those_of_the_records() -> None:
     """And `spread` says how far apart they are, list by list."""
-    [variant] = attention_only(CHECKOUT.resolve("fwd_packed_d128_causal"), "the test")
+    [variant] = attention_only(CHECKOUT.resolve("fwd_fp16_packed_d128_causal"), "the test")
     found = list(comparison.cells(CHECKOUT, [variant]))
     measured = [
         result.tflops
         for record in packed_records.load_all(CHECKOUT)
         for result in record.results
-        if record.problem.label.startswith("bf16 d128 causal packed") and result.stem == variant.stem
+        if record.problem.label.startswith("fp16 d128 causal packed") and result.stem == variant.stem
     ]
     assert sorted(cell.measured or 0.0 for cell in found) == sorted(measured)
     assert {cell.problem for cell in found} >= {"chat16k, 16 heads", "documents64k, 32/8 heads"}
