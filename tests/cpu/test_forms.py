@@ -13,6 +13,7 @@ import torch
 from rendering import CHECKOUT, changed
 
 from fa3gen.compile import compiler
+from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.census import compare
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design import rules
@@ -94,7 +95,7 @@ def test_forms_on_the_cpu_model(form: Form, tmp_path: Path) -> None:
     found = CpuRunner(load_on_cpu(path), variant.spec, SEED, 1)  # type: ignore[arg-type]
     result = found.run_case(Case("ragged", "", 1, 64 + 13, 2 * variant.spec.tile.kv + 9, 2, 1))  # type: ignore[union-attr]
     assert result.failures == ()
-    census = compiler.analyse(compiler.compile_module(path)).census
+    census = compiler.analyse(cached_compile(path)).census
     assert compare(census, make_plan(variant).expectation) == []
 
 
