@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import hosting
@@ -226,6 +227,19 @@ def group(stem: str, fact: str) -> Callable[..., Mutation]:
     return make
 
 
+@cache
+def _committed(stem: str) -> CpuKernel:
+    """A committed kernel, whose host code is compiled once for all mutations of its PTX."""
+    return CpuKernel(hosting.compiled(stem))
+
+
+def kernel_with(stem: str, ptx: str) -> CpuKernel:
+    """A committed kernel with this PTX; there is one at a time."""
+    kernel = _committed(stem)
+    kernel.take_ptx(ptx)
+    return kernel
+
+
 def first_report(
     stem: str, ptx: str, arguments: Sequence[Any], *, refill: Callable[[], Any], wrong: Callable[[], Any], seed: int
 ) -> tuple[Report | None, str]:
@@ -233,8 +247,7 @@ def first_report(
 
     `refill` makes the outputs what they were before each run, and `wrong` says what is wrong with them after it.
     """
-    kernel = CpuKernel(hosting.compiled(stem))
-    kernel.take_ptx(ptx)
+    kernel = kernel_with(stem, ptx)
     for schedule in schedules(TELLING, 8, seed):
         refill()
         kernel.settings = Settings(schedule=schedule)

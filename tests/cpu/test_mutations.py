@@ -21,7 +21,7 @@ from pathlib import Path
 import hosting
 import pytest
 import torch
-from mutations import NUMBERS, SHAPES, Moved, Mutation, Report, Shape, SourceMutation, apply
+from mutations import NUMBERS, SHAPES, Moved, Mutation, Report, Shape, SourceMutation, apply, kernel_with
 from mutations_held_out import HELD_OUT
 from mutations_persistent import PERSISTENT
 from mutations_tuning import TUNING
@@ -103,18 +103,6 @@ def run(kernel: CpuKernel, data: Inputs, schedule: Schedule) -> Outcome:
     return Outcome(None)
 
 
-@cache
-def committed(stem: str) -> CpuKernel:
-    """A committed kernel, whose host code is compiled once for all mutations of its PTX."""
-    return CpuKernel(hosting.compiled(stem))
-
-
-def kernel(stem: str, ptx: str) -> CpuKernel:
-    """A committed kernel with this PTX; there is one at a time."""
-    committed(stem).take_ptx(ptx)
-    return committed(stem)
-
-
 def judge(kernel: CpuKernel, data: Inputs) -> Outcome:
     """The first report under any of the schedules."""
     for schedule in SCHEDULES:
@@ -128,7 +116,7 @@ def judge_mutation(mutation: AnyMutation, folder: Path) -> Outcome:
     """What the model says of a mutated kernel. Raises Moved when the kernel is not the one that the mutation is for."""
     data = inputs(mutation.stem, mutation.shape or SHAPES[mutation.stem])
     if isinstance(mutation, Mutation):
-        return judge(kernel(mutation.stem, apply(hosting.compiled(mutation.stem).ptx, mutation)), data)
+        return judge(kernel_with(mutation.stem, apply(hosting.compiled(mutation.stem).ptx, mutation)), data)
     path = hosting.path_of(folder, mutation.stem, mutation.apply(source(mutation.stem)))
     return judge(CpuKernel(cached_compile(path)), data)
 
@@ -149,7 +137,7 @@ def as_expected(mutation: AnyMutation, outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("stem", SHAPES)
 def test_unmodified_kernel_is_not_reported(stem: str) -> None:
-    outcome = judge(kernel(stem, hosting.compiled(stem).ptx), inputs(stem, SHAPES[stem]))
+    outcome = judge(kernel_with(stem, hosting.compiled(stem).ptx), inputs(stem, SHAPES[stem]))
     assert outcome.report is None, f"{outcome.schedule}: {outcome.detail}"
 
 
