@@ -113,7 +113,7 @@ def cases_of(spec: Forward) -> list[Case]:
     else:
         rows = 70 if spec.tile.pack_heads == 1 else 17  # two tiles of each head, or more
         lengths = (3, 1, 0, rows, 2), (300, 9, 7, 130, 0)
-        heads = (4 * spec.tile.pack_heads if spec.tile.group == "multiple" else 8, 4)
+        heads = (2 * spec.tile.pack_heads if spec.tile.group == "multiple" else 4, 2)
         facts: dict[str, Any] = {"heads": heads, "first": 2, "scale": 0.5, "softcap": 5.0}
         packed = packed_inputs.sequences("heads", "factors of sequences and heads, sinks, a cap", *lengths, **facts)
         paged = spec.problem.layout == "paged"

@@ -31,8 +31,9 @@ MIXED = "fwd_fp8_paged_mixed_any_group_d128_causal"
 ROWS = {dim: f"fwd_fp8_paged_rows_d{dim}_causal" for dim in (64, 128, 256)}
 FEW_ROWS = {dim: f"fwd_fp8_paged_decode_rows_d{dim}_causal" for dim in ROWS}
 # More keys than queries, the other way round, without queries, without keys, without both.
-LENGTHS_Q, LENGTHS_K, HEADS = (3, 0, 150, 5, 0, 70), (300, 7, 130, 0, 0, 9), (4, 2)
-FEW_Q = (3, 0, 35, 5, 0, 17)  # of modules for few queries, whose tiles have 4
+LENGTHS_Q, LENGTHS_K, HEADS = (3, 0, 150, 5, 0, 20), (300, 7, 130, 0, 0, 9), (4, 2)
+FEW_Q = (3, 0, 9, 5, 0, 6)  # of modules for few queries, whose tiles have 4
+FITTED_Q = (3, 0, 35, 5, 0, 17)  # where they have as many as heads leave room for, 32
 PAGE = 48
 
 
@@ -43,7 +44,10 @@ def bounds_of(lengths: tuple[int, ...]) -> list[slice]:
 
 def lengths_of(stem: str) -> tuple[int, ...]:
     """How many queries each sequence has: several tiles of them, by any module."""
-    return FEW_Q if variants()[stem].spec.tile.pack_heads > 1 else LENGTHS_Q
+    tile = variants()[stem].spec.tile
+    if tile.pack_heads == 1:
+        return LENGTHS_Q
+    return FEW_Q if tile.group == "at_most" else FITTED_Q
 
 
 def tensors(stem: str) -> tuple[torch.Tensor, ...]:
