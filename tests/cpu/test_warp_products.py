@@ -43,16 +43,29 @@ def call(
     return attention(*given, return_lse=True)  # type: ignore[no-any-return]
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The spec of NARROW without its 8 bits."""
+    twin = changed(NARROW, kv={"dtype": None}, smem={"k": "128B", "v": "128B"}, load={"kv_stages": 2})
+    return load_on_cpu(path_of(tmp_path_factory.mktemp("twins"), "wide", render_variant(twin, CHECKOUT)))
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The spec of FITTED with room for all heads in each tile."""
+    twin = changed(FITTED, tile={"group": "at_most"})
+    return load_on_cpu(path_of(tmp_path_factory.mktemp("twins"), "padded", render_variant(twin, CHECKOUT)))
+
+
 @pytest.mark.parametrize(
     ("group", "lengths_q", "sms"),  # keys are cut elsewhere on another number of SMs
     [(2, (3, 1, 2), 3), *((group, DRAFTS, (1, 3)[i % 2]) for i, group in enumerate((1, 4, 5, 8, 12, 16)))],
 )
 def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(
-    group: int, lengths_q: tuple[int, ...], sms: int, tmp_path: Path
+    group: int, lengths_q: tuple[int, ...], sms: int, wide: Any
 ) -> None:
     """The same tiles and the same order of sums, K and V in bfloat16: threads have other columns of O, and no other."""
-    twin = changed(NARROW, kv={"dtype": None}, smem={"k": "128B", "v": "128B"}, load={"kv_stages": 2})
-    wide, narrow = load_on_cpu(path_of(tmp_path, "wide", render_variant(twin, CHECKOUT))), module(NARROW)
+    narrow = module(NARROW)
     wide.cpu.settings = narrow.cpu.settings = Settings(sms=sms)
     expected, found = (
         call(x.attention, dtype, group, lengths_q)
@@ -63,11 +76,9 @@ def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(
 
 
 @pytest.mark.parametrize("group", [1, 4, 5, 12, 16])
-def test_the_bits_of_one_query_are_those_of_tiles_with_room_for_all_heads(group: int, tmp_path: Path) -> None:
+def test_the_bits_of_one_query_are_those_of_tiles_with_room_for_all_heads(group: int, padded: Any) -> None:
     """Whose rows lie elsewhere in a tile: where each sequence has one tile, its keys are cut at the same places."""
-    twin = changed(FITTED, tile={"group": "at_most"})
-    padded, found = load_on_cpu(path_of(tmp_path, "padded", render_variant(twin, CHECKOUT))), module(FITTED)
-    expected, fitted = (call(x.attention, torch.float8_e4m3fn, group, DECODE) for x in (padded, found))
+    expected, fitted = (call(x.attention, torch.float8_e4m3fn, group, DECODE) for x in (padded, module(FITTED)))
     assert fitted[0].equal(expected[0]) and fitted[1].equal(expected[1])
 
 
