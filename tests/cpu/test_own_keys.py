@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hosting import compiled, mistaken, path_of, reported
+from hosting import compiled, mistaken, reported
 from rendering import CHECKOUT, attention_stems, plans, source, spec_of, variants
 
 from fa3gen.cpu.kernel import CpuKernel
-from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.schedule import FAST
 from fa3gen.cpu.trace import Trace
 from fa3gen.design import footprint, work
@@ -112,6 +110,6 @@ def test_a_ring_too_short_for_hidden_tiles_stops_all(tmp_path: Path, monkeypatch
     spec = spec_of(SHORT_RING)
     assert footprint.kv_stages(spec) == 2 and not footprint.own_keys(spec)
     monkeypatch.setattr(footprint, "own_keys", lambda spec: True)
-    forced: Any = load_on_cpu(path_of(tmp_path, "forced", render_variant(variants()[SHORT_RING], CHECKOUT)))
+    forced = mistaken(tmp_path, "forced", render_variant(variants()[SHORT_RING], CHECKOUT))
     case = Case("two hidden", "", 1, 384, 417, 1, 1)  # the second tile of queries ends 33 keys into the third from it
     assert any("deadlock" in failure for failure in reported(forced, spec, [case]))
