@@ -211,7 +211,8 @@ def test_chunks_beside_steps_are_measured_where_modules_have_an_order_for_them()
 
 
 def test_prompts_alone_are_measured_with_few_heads() -> None:
-    """Of 16 bits and with a mask, each list with every third entry of heads; those on few keys with every module."""
+    """With a mask, each list with every third entry of heads, of 8 bits with every sixth; those on few keys with every
+    module."""
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
     names = packed_cells.PROMPT_LENGTHS
     alone = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in names)}
@@ -220,11 +221,19 @@ def test_prompts_alone_are_measured_with_few_heads() -> None:
     assert alone["bf16 d128 causal packed prompt12k, heads 7/1"] == whole
     assert alone["bf16 d128 causal packed prompt2k, heads 7/1"] == whole | {ANY, ANY_WOVEN}
     of_heads = {dim: len(heads) for dim, heads in packed_cells.PROMPT_HEADS.items()}
-    assert len(alone) == 3 * len(names) * sum(of_heads.values()) // packed_cells.DRAWN_TURNS
-    assert {label.split(", ")[0] for label in alone} == {
+    sixteen = {label for label in alone if "e4m3" not in label}
+    assert len(sixteen) == 3 * len(names) * sum(of_heads.values()) // packed_cells.DRAWN_TURNS
+    assert {label.split(", ")[0] for label in sixteen} == {
         f"bf16 d{dim} causal {where} {name}" for dim in of_heads for where in ("packed", "pages 16", "pages 64")
         for name in names
     }  # fmt: skip
+    turns: dict[tuple[str, str], set[int]] = {}  # by dtypes, head dim, pages and heads
+    for label in alone.keys() - sixteen:
+        (which, name), heads = label.split(", ")[0].rsplit(" ", 1), label.split(", ")[1]
+        turns.setdefault((which, heads), set()).add(list(names).index(name))
+    assert len(turns) == (3 + 2) * sum(of_heads.values())  # keys of 8 bits beside queries of 16 only in pages
+    for found in turns.values():
+        assert found == {*range(min(found), len(names), packed_cells.EIGHT_BIT_TURNS)}
 
 
 def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None:
