@@ -369,22 +369,25 @@ def _drawn_lists(family: Family) -> tuple[dict[str, _Lengths], dict[str, _Length
 
 def _in_turn(lists: dict[str, _Lengths], family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
     """Those that are measured with these heads: with keys of 8 bits others in pages of each size."""
-    place, turns = CHUNK_HEADS[family.head_dim].index(heads), DRAWN_TURNS
-    if _eight_bit_keys(family):
-        place, turns = place + (*PAGE_SIZES, None).index(family.page_rows), EIGHT_BIT_TURNS
-    return _every(turns, lists, place)
+    place = CHUNK_HEADS[family.head_dim].index(heads)
+    return _every(lists, family, place + _place_of_pages(family) if _eight_bit_keys(family) else place)
 
 
 def _prompts(family: Family, heads: tuple[int, int]) -> dict[str, _Lengths]:
     """Those that are measured with these heads: others in pages of each size, of which a row is none."""
     if family.page_rows == 1:
         return {}
-    place = PROMPT_HEADS[family.head_dim].index(heads) + (*PAGE_SIZES, None).index(family.page_rows)
-    return _every(EIGHT_BIT_TURNS if _eight_bit_keys(family) else DRAWN_TURNS, PROMPT_LENGTHS, place)
+    return _every(PROMPT_LENGTHS, family, PROMPT_HEADS[family.head_dim].index(heads) + _place_of_pages(family))
 
 
-def _every(turns: int, lists: dict[str, _Lengths], place: int) -> dict[str, _Lengths]:
-    """One list of so many, those that it is the turn of `place` for."""
+def _place_of_pages(family: Family) -> int:
+    """Which turn pages of this size have among all sizes; packed sequences come last."""
+    return (*PAGE_SIZES, None).index(family.page_rows)
+
+
+def _every(lists: dict[str, _Lengths], family: Family, place: int) -> dict[str, _Lengths]:
+    """One list of as many as take turns, those that it is the turn of `place` for."""
+    turns = EIGHT_BIT_TURNS if _eight_bit_keys(family) else DRAWN_TURNS
     return {name: own for number, (name, own) in enumerate(lists.items()) if (number + place) % turns == 0}
 
 
